@@ -25,19 +25,19 @@ def inputs_on(
 
     GEMMs that the path leaves exact are missing.
     """
-    some, found = rows[chosen], {}
+    measured, inputs = rows[chosen], {}
     for gemm, dim in (("fprop", 1), ("wgrad", 0)):
         if gemm not in gemms:
             continue
         if isinstance(path, Format):
             if not isinstance(path, KeepFormat) and (gemm == "wgrad" or operator.shared.quantize_forward):
-                found[gemm] = decompress(*compress(some, path), path, some.shape[1], some.dtype).float()
-        elif (own := getattr(path, gemm)).casts:
-            cast = own.input
-            found[gemm] = some.float() if cast is None else _cast(operator, "input", rows, some, cast, dim)
+                inputs[gemm] = decompress(*compress(measured, path), path, measured.shape[1], measured.dtype).float()
+        elif (casts := getattr(path, gemm)).casts:
+            cast = casts.input
+            inputs[gemm] = measured.float() if cast is None else _cast(operator, "input", rows, measured, cast, dim)
             if cast is not None and cast.hadamard and gemm == "fprop":  # sums are over terms without rotation
-                found[gemm] = rotated(found[gemm], 1, back=True)
-    return found
+                inputs[gemm] = rotated(inputs[gemm], 1, back=True)
+    return inputs
 
 
 def broken_inputs(
@@ -58,12 +58,12 @@ def broken_inputs(
         packed, scale = fault.compress(input, path, operator.shared.rounding is not None)
         copy = decompress(packed[chosen], scale[chosen], path, input.shape[-1], input.dtype).float()
         return dict.fromkeys(sound, copy)
-    rows, found = input.detach().reshape(-1, input.shape[-1]), dict(sound)
+    rows, inputs = input.detach().reshape(-1, input.shape[-1]), dict(sound)
     for gemm, dim in (("fprop", 1), ("wgrad", 0)):
         cast = getattr(path, gemm).input
         if cast is not None and gemm in sound:
-            found[gemm] = fault.quantize(rows, cast, dim, _reference(operator, "input", cast))[0][chosen].float()
-    return found
+            inputs[gemm] = fault.quantize(rows, cast, dim, _reference(operator, "input", cast))[0][chosen].float()
+    return inputs
 
 
 def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
@@ -77,20 +77,20 @@ def _reference(operator: PathLinear, operand: str, cast: Cast) -> Reference:
 def _cast(
     operator: PathLinear,
     operand: str,
-    whole: Tensor,
-    some: Tensor,
+    tensor: Tensor,
+    rows: Tensor,
     cast: Cast,
     dim: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the rows `some` (n, D) of a tensor (T, D) in `cast`, float32, with their scales in the whole tensor."""
-    reference, kept = _reference(operator, operand, cast), outliers(cast, whole)
-    if kept is not None:
-        whole, some, own = whole.masked_fill(kept, 0), some.masked_fill(kept, 0), some
+    """Return `rows` (n, D) of a `tensor` (T, D) in `cast`, float32, with their scales in the whole tensor."""
+    reference, outlier_columns = _reference(operator, operand, cast), outliers(cast, tensor)
+    if outlier_columns is not None:
+        tensor, rows, uncast = tensor.masked_fill(outlier_columns, 0), rows.masked_fill(outlier_columns, 0), rows
     if cast.group(dim) == (None, None) or (cast.two_levels and not cast.hadamard):
-        reference = partial(_scale_of_whole, largest_magnitude(whole.float(), (0, 1)), reference)
-    values = quantize(some, cast, dim, reference, generator)[0].float()
-    return values if kept is None else torch.where(kept, own.float(), values)
+        reference = partial(_scale_of_whole, largest_magnitude(tensor.float(), (0, 1)), reference)
+    values = quantize(rows, cast, dim, reference, generator)[0].float()
+    return values if outlier_columns is None else torch.where(outlier_columns, uncast.float(), values)
 
 
 def _scale_of_whole(largest: Tensor, delayed: Reference, _largest_of_some: Tensor) -> Tensor:
@@ -105,12 +105,12 @@ def outliers(cast: Cast | None, rows: Tensor) -> Tensor | None:
     return (largest_magnitude(rows, (0,)).float() >= cast.outliers)[0]
 
 
-def weight_of(operator: PathLinear, dtype: torch.dtype, given: Tensor | None = None) -> Tensor:
+def weight_of(operator: PathLinear, dtype: torch.dtype, weight_read: Tensor | None = None) -> Tensor:
     """Return the weight (O, I) as the GEMMs are given it, rounded to `dtype`, in float32.
 
-    `given` is the tensor that a pass used instead of the weight.
+    `weight_read` is the tensor that a pass used instead of the weight.
     """
-    weight = operator.matrix.detach() if given is None else given
+    weight = operator.matrix.detach() if weight_read is None else weight_read
     if not weight.is_floating_point():
         assert isinstance(operator, Int8Linear)
         return Integers(weight, operator.weight_scale).values(dtype).float()
@@ -125,8 +125,8 @@ class PathOperands:
     ) -> None:
         """Prepare the casts; stochastic casts draw from `seed`, not from the run's own generator."""
         self._operator, self._path, self._weight, self._seed = operator, path, weight, seed
-        self._whole, self._dy = grad_2d, dy
-        self._known: dict[tuple[Cast, int | None], Tensor] = {}
+        self._grad_2d, self._dy = grad_2d, dy
+        self._weights: dict[tuple[Cast, int | None], Tensor] = {}
 
     def of(self, gemm: str) -> Gemm:
         """Return the casts of a GEMM besides the input's; a format has none."""
@@ -138,11 +138,11 @@ class PathOperands:
         if cast is None or not self._operator.weight.is_floating_point():
             return self._weight
         key = cast, dim if cast.directed else None
-        if key not in self._known:
-            self._known[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)
+        if key not in self._weights:
+            self._weights[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)
             if cast.hadamard and gemm == "fprop":
-                self._known[key] = rotated(self._known[key], 1, back=True)
-        return self._known[key]
+                self._weights[key] = rotated(self._weights[key], 1, back=True)
+        return self._weights[key]
 
     def grad_output(self, gemm: str, dim: int) -> Tensor:
         """Return the gradient (n, O)."""
@@ -150,7 +150,7 @@ class PathOperands:
         if cast is None:
             return self._dy
         generator = torch.Generator(self._dy.device).manual_seed(self._seed) if cast.stochastic else None
-        return _cast(self._operator, "grad_output", self._whole, self._dy, cast, dim, generator)
+        return _cast(self._operator, "grad_output", self._grad_2d, self._dy, cast, dim, generator)
 
 
 def result_in(product: Tensor, cast: Cast | None) -> Tensor:

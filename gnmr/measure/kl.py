@@ -34,13 +34,13 @@ def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Ten
     of -Inf in both is a token that neither predicts, and adds nothing.
     """
     width = log_p.shape[-1]
-    parts = zip(log_p.reshape(-1, width).split(_ROWS), low.reshape(-1, width).split(_ROWS), strict=True)
-    each = torch.cat([_of_positions(p, q.float()) for p, q in parts]).view(len(log_p), -1)
+    blocks = zip(log_p.reshape(-1, width).split(_ROWS), low.reshape(-1, width).split(_ROWS), strict=True)
+    by_position = torch.cat([_of_positions(p, q.float()) for p, q in blocks]).view(len(log_p), -1)
     if targets is None:
-        return each.mean(dim=1)
+        return by_position.mean(dim=1)
     counts = (targets != IGNORED).view(len(log_p), -1)
     number = counts.sum(dim=1)
-    return (torch.where(counts, each, 0.0).sum(dim=1) / number)[number > 0]
+    return (torch.where(counts, by_position, 0.0).sum(dim=1) / number)[number > 0]
 
 
 def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
@@ -64,13 +64,13 @@ def draw_labels(logits: Tensor, generator: torch.Generator, targets: Tensor | No
     is drawn for these positions, so that padding does not change the labels of other sequences.
     """
     width = logits.shape[-1]
-    found, every = [], logits.detach().reshape(-1, width)
+    drawn, rows_of_logits = [], logits.detach().reshape(-1, width)
     counts = None if targets is None else (targets != IGNORED).flatten()
-    for rows in (every if counts is None else every[counts]).split(_ROWS):
+    for rows in (rows_of_logits if counts is None else rows_of_logits[counts]).split(_ROWS):
         below = rows.double().softmax(dim=1).cumsum(dim=1)
-        drawn = torch.rand(len(rows), 1, dtype=torch.float64, device=rows.device, generator=generator)
-        found.append(torch.searchsorted(below, drawn * below[:, -1:]).clamp_(max=width - 1)[:, 0])
-    labels = torch.cat(found)
+        uniform = torch.rand(len(rows), 1, dtype=torch.float64, device=rows.device, generator=generator)
+        drawn.append(torch.searchsorted(below, uniform * below[:, -1:]).clamp_(max=width - 1)[:, 0])
+    labels = torch.cat(drawn)
     if counts is not None:
         labels = torch.full_like(counts, IGNORED, dtype=torch.int64).masked_scatter_(counts, labels)
     return labels.view(logits.shape[:-1])

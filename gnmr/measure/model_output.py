@@ -130,10 +130,10 @@ class Output:
             if dim:  # sequence by sequence, so that the layout does not change the labels
                 logits, targets = logits.transpose(0, dim), None if targets is None else targets.transpose(0, dim)
             chosen = draw_labels(logits, generator, targets).transpose(0, dim)
-        each = F.cross_entropy(self.logits.flatten(0, -2).float(), chosen.flatten(), reduction="none")
-        each = each.view(chosen.shape) / self.terms
-        by_sequence = each.transpose(0, self.sequence_dim).flatten(1).sum(dim=1) if each.dim() > 1 else each
-        return scalar(each.sum(), where), by_sequence
+        losses = F.cross_entropy(self.logits.flatten(0, -2).float(), chosen.flatten(), reduction="none")
+        losses = losses.view(chosen.shape) / self.terms
+        by_sequence = losses.transpose(0, self.sequence_dim).flatten(1).sum(dim=1) if losses.dim() > 1 else losses
+        return scalar(losses.sum(), where), by_sequence
 
     def kl_to(self, low: Output) -> np.ndarray | None:
         """Return (KL in nats, positions that count) of each sequence, (S, 2) float64; None without logits.
@@ -146,14 +146,16 @@ class Output:
             counts = torch.ones(self.logits.shape[:-1], dtype=torch.bool, device="cpu")
         else:
             counts = (self.targets != IGNORED).cpu()
-        log_p, other, targets = self._log_p, low.logits, self.targets
+        log_p, low_logits, targets = self._log_p, low.logits, self.targets
         if self.sequence_dim:
-            log_p, other, counts = (x.transpose(0, 1) for x in (log_p, other, counts))
+            log_p, low_logits, counts = (x.transpose(0, 1) for x in (log_p, low_logits, counts))
             targets = None if targets is None else targets.transpose(0, 1)
         number = counts.flatten(1).sum(dim=1) if counts.dim() > 1 else counts.long()
         number = number[number > 0].double()
-        found: np.ndarray = torch.stack([divergence(log_p, other, targets).cpu() * number, number], dim=1).numpy()
-        return found
+        kl_and_number: np.ndarray = torch.stack(
+            [divergence(log_p, low_logits, targets).cpu() * number, number], dim=1
+        ).numpy()
+        return kl_and_number
 
     def apart(self, other: Output) -> float:
         """Return the KL per token to another output of the same batch; without logits, the difference of the losses.
@@ -173,7 +175,7 @@ class Output:
         return F.log_softmax(self.logits.detach().float(), dim=-1)
 
 
-def output_of(found: Any, where: str, trained: bool = True) -> Output:
+def output_of(result: Any, where: str, trained: bool = True) -> Output:
     """Return the `Output` in the result of a function.
 
     Args:
@@ -184,15 +186,15 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
     Raises ValueError if the result is of another kind.
     """
     logits, targets, loss, source = None, None, None, None
-    if isinstance(found, Tensor) and found.numel() == 1:
-        loss = scalar(found, where, trained)
-    elif isinstance(found, Tensor):
-        logits = found
-    elif isinstance(found, tuple) and len(found) == 2:
-        logits, targets = found
+    if isinstance(result, Tensor) and result.numel() == 1:
+        loss = scalar(result, where, trained)
+    elif isinstance(result, Tensor):
+        logits = result
+    elif isinstance(result, tuple) and len(result) == 2:
+        logits, targets = result
     else:
-        logits, loss = getattr(found, "logits", None), getattr(found, "loss", None)
-        require(isinstance(logits, Tensor), where, type(found).__name__, _RIGHT)
+        logits, loss = getattr(result, "logits", None), getattr(result, "loss", None)
+        require(isinstance(logits, Tensor), where, type(result).__name__, _RIGHT)
         assert logits is not None
         if loss is not None and logits.shape[-1] == 1:  # rewards or values: there is no distribution
             return Output(None, None, scalar(loss, where, trained))
@@ -207,13 +209,15 @@ def output_of(found: Any, where: str, trained: bool = True) -> Output:
             shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
             require(fits, where, f"logits {tuple(logits.shape)}, targets {shape}", "must be of the same positions")
             targets = targets.reshape(logits.shape[:-1])
-            whole = not (targets.is_floating_point() or targets.dtype == torch.bool)
-            require(whole, where, f"targets {targets.dtype}", "must be whole numbers (int64), or -100")
+            integers = not (targets.is_floating_point() or targets.dtype == torch.bool)
+            require(integers, where, f"targets {targets.dtype}", "must be whole numbers (int64), or -100")
             targets = targets.long()
             counts = targets != IGNORED
             require(bool(counts.any()), where, "targets", "all are left out (-100); give some")
-            known = bool(((targets >= 0) & (targets < logits.shape[-1]))[counts].all())
-            require(known, where, "targets", f"must be below {logits.shape[-1]}, the width of the logits, or -100")
+            in_vocabulary = bool(((targets >= 0) & (targets < logits.shape[-1]))[counts].all())
+            require(
+                in_vocabulary, where, "targets", f"must be below {logits.shape[-1]}, the width of the logits, or -100"
+            )
             loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     terms = 0 if logits is None else logits.shape[:-1].numel() if targets is None else int((targets != IGNORED).sum())
     return Output(logits, targets, loss, terms, source=source)

@@ -303,8 +303,8 @@ class ModelPasses:
         for place, batch in enumerate(batches):
             high = self.reference(batch, place)
             for name, operator in chosen.items():
-                part = name if operator is None else None
-                low = self.forward(batch, place, recovering=True, low=operator, low_part=part)
+                low_part = name if operator is None else None
+                low = self.forward(batch, place, recovering=True, low=operator, low_part=low_part)
                 if (kl := high.kl_to(low)) is not None:
                     kls[name].append(kl)
         return kls

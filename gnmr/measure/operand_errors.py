@@ -83,12 +83,12 @@ def measure_errors(model: ConvertedModel, names: Collection[str], tokens: int = 
         if recovery is None:
             raise ValueError("gap_recovery: this model has no recovery path")
         if isinstance(low, Recipe) and isinstance(recovery, Recipe) and low.wgrad == recovery.wgrad:
-            said = "gap_recovery: both paths have the same wgrad, so no unit has a gap"
-            warn(said)
-    found = Probe(model, names, tokens)
+            message = "gap_recovery: both paths have the same wgrad, so no unit has a gap"
+            warn(message)
+    probe = Probe(model, names, tokens)
     model.shared.forget()  # and the measurements of an earlier probe of the last tensor
-    model.shared.probe = found
-    return found
+    model.shared.probe = probe
+    return probe
 
 
 class Probe:
@@ -160,23 +160,23 @@ class Probe:
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         sampled = rows[:: self.tokens]
-        found, sums, operator = {}, self._input(read, sampled), self._operators[index]
+        errors_by_gap, sums, operator = {}, self._input(read, sampled), self._operators[index]
         low, recovery = operator.low, operator.recovery
         assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format))
         if "gap_low" in self.names or "mse" in self.names:
             if fault is not None:  # a whole tensor: a sample would have other rows hit
-                whole = (
+                copies = (
                     fault.compress(input, low, operator.shared.rounding is not None) if operator.recovering else copy
                 )
-                errors = _compare(sampled, tuple(part[:: self.tokens] for part in whole), low)
+                errors = _compare(sampled, tuple(tensor[:: self.tokens] for tensor in copies), low)
             else:
                 errors = self._error(operator, read, input, sampled, low)
-            found["gap_low"] = errors
+            errors_by_gap["gap_low"] = errors
             sums |= self._mse(errors)
         if "gap_recovery" in self.names:
             assert recovery is not None
-            found["gap_recovery"] = self._error(operator, read, input, sampled, recovery)
-        return self._measured(index, found, sums, rows, sampled)
+            errors_by_gap["gap_recovery"] = self._error(operator, read, input, sampled, recovery)
+        return self._measured(index, errors_by_gap, sums, rows, sampled)
 
     def measure_casts(
         self,
@@ -185,17 +185,17 @@ class Probe:
         fault: FaultInjection | None,
         rows: Tensor,
         context: GemmContext,
-        made: Casts,
+        casts: Casts,
     ) -> PassErrors:
         """Measure an operator whose paths are recipes, as `measure` does; `rows` (T, D) are its input.
 
-        `context` is under way and has `made` casts of the rows.
+        `context` is under way and has made the `casts` of the rows.
         """
 
         def dry_run_of(recipe: Recipe, fault: FaultInjection | None) -> tuple[GemmContext, Casts]:
             dry_run = operator.gemm_context(recipe, fault=fault, dry_run=True)
             same = fault is context.fault and type(dry_run) is type(context)
-            return dry_run, made if same else dry_run.casts_of(read, rows.dtype)
+            return dry_run, casts if same else dry_run.casts_of(read, rows.dtype)
 
         operator, sampled = self._operators[index], rows[:: self.tokens]
         assert isinstance(operator.low, Recipe)
@@ -203,13 +203,13 @@ class Probe:
         if isinstance(operator.recovery, Recipe):
             paths["gap_recovery"] = dry_run_of(operator.recovery, None)
         errors, dry_runs, sums = {}, {}, self._input(read, sampled)
-        for name, (dry_run, own) in paths.items():
+        for name, (dry_run, own_casts) in paths.items():
             if name in self.names:
-                errors[name] = self._error_of(dry_run, read, rows, dry_run.recipe.wgrad.input, 0, own)
+                errors[name] = self._error_of(dry_run, read, rows, dry_run.recipe.wgrad.input, 0, own_casts)
                 dry_runs[name] = dry_run
         if "mse" in self.names:
-            dry_run, own = paths["gap_low"]
-            sums |= self._mse(self._error_of(dry_run, read, rows, dry_run.recipe.fprop.input, 1, own))
+            dry_run, own_casts = paths["gap_low"]
+            sums |= self._mse(self._error_of(dry_run, read, rows, dry_run.recipe.fprop.input, 1, own_casts))
         square = None
         if dry_runs:
             if "square" not in read.measured:
@@ -220,7 +220,7 @@ class Probe:
     def _measured(
         self, index: int, errors: dict[str, Tensor], sums: dict[str, Tensor], rows: Tensor, sampled: Tensor, *more: Any
     ) -> PassErrors:
-        errors = {name: own for name, own in errors.items() if name in self.names}
+        errors = {name: errors_of_gap for name, errors_of_gap in errors.items() if name in self.names}
         scale = rows.shape[0] / sampled.shape[0]
         return PassErrors(self, self._by_unit.group[index], errors, sums, sampled.numel(), scale, *more)
 
@@ -231,24 +231,24 @@ class Probe:
         rows: Tensor,
         cast: Cast | None,
         contraction_dim: int,
-        made: Casts,
+        casts: Casts,
     ) -> Tensor:
         """Return the error of a cast of the input, computed once for all readers unless only this operator has it."""
-        known: dict[Any, Tensor] = {} if dry_run.fault is not None else read.measured
+        measured: dict[Any, Tensor] = {} if dry_run.fault is not None else read.measured
         key = None if cast is None else (type(dry_run), dry_run.key(cast, contraction_dim))
-        if key not in known:
-            kept = self.kept(dry_run, "input", rows, cast, contraction_dim, made)
-            known[key] = _between(rows[:: self.tokens], kept)
-        return known[key]
+        if key not in measured:
+            rows_kept = self.cast_rows(dry_run, "input", rows, cast, contraction_dim, casts)
+            measured[key] = _between(rows[:: self.tokens], rows_kept)
+        return measured[key]
 
-    def kept(
+    def cast_rows(
         self,
         dry_run: GemmContext,
         operand: str,
         rows: Tensor,
         cast: Cast | None,
         contraction_dim: int,
-        made: Casts,
+        casts: Casts,
     ) -> Tensor:
         """Return the measured rows of `rows` in `cast`, float32."""
         if (
@@ -257,13 +257,13 @@ class Probe:
             and cast.group(contraction_dim)[0] == 1
             and not (cast.two_levels or cast.hadamard)  # each token has its own scales
             and dry_run.fault is None  # a fault hits a share of all rows
-            and dry_run.key(cast, contraction_dim) not in made
+            and dry_run.key(cast, contraction_dim) not in casts
         ):
             return dry_run.values(dry_run.cast(operand, rows[:: self.tokens], cast, contraction_dim))
-        found = dry_run.cast(operand, rows, cast, contraction_dim, made)
+        rows_cast = dry_run.cast(operand, rows, cast, contraction_dim, casts)
         if cast is not None and cast.hadamard:
-            found = rotated(found.float(), contraction_dim, back=True)[: rows.shape[0], : rows.shape[1]]
-        return dry_run.values(found, self.tokens)
+            rows_cast = rotated(rows_cast.float(), contraction_dim, back=True)[: rows.shape[0], : rows.shape[1]]
+        return dry_run.values(rows_cast, self.tokens)
 
     def _input(self, read: Read, sampled: Tensor) -> dict[str, Tensor]:
         """Return the sums for input_std, once for all readers of the tensor."""
@@ -294,13 +294,13 @@ class Probe:
 
 def _compare(rows: Tensor, copy: tuple[Tensor, ...], fmt: Format) -> Tensor:
     """Return the errors of a compressed copy, as `_between`."""
-    kept = rows if isinstance(fmt, KeepFormat) else decompress(copy[0], copy[1], fmt, rows.shape[1], rows.dtype)
-    return _between(rows, kept)
+    rows_kept = rows if isinstance(fmt, KeepFormat) else decompress(copy[0], copy[1], fmt, rows.shape[1], rows.dtype)
+    return _between(rows, rows_kept)
 
 
-def _between(rows: Tensor, kept: Tensor) -> Tensor:
+def _between(rows: Tensor, rows_kept: Tensor) -> Tensor:
     """Return ||x_t - Q(x_t)||^2 of rows and their casts, (measured rows,) float32."""
-    return (rows.float() - kept.float()).square_().sum(dim=1)
+    return (rows.float() - rows_kept.float()).square_().sum(dim=1)
 
 
 def _squares(x: Tensor, dim: int | None = None) -> Tensor:
@@ -326,10 +326,10 @@ class PassErrors:
     square: Tensor | None = None
     """||x_t||^2 for recipes, (measured rows,) float64."""
 
-    def add(self, grad_2d: Tensor, context: GemmContext | None = None, made: Casts | None = None) -> None:
+    def add(self, grad_2d: Tensor, context: GemmContext | None = None, casts: Casts | None = None) -> None:
         """Add the pass to the probe's sums.
 
-        `grad_2d` (rows, out_features) is the grad_output of the pass. For recipes, `context` has `made` casts of it.
+        `grad_2d` (rows, out_features) is the grad_output of the pass. For recipes, `context` has made the `casts` of it.
         """
         totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
         if self.errors:
@@ -339,12 +339,12 @@ class PassErrors:
         for name, value in self.sums.items():
             totals[name][self.unit].add_(value)
         totals["elements"][self.unit].add_(self.elements)
-        made_by = {type(context): {} if made is None else made}
+        casts_by = {type(context): {} if casts is None else casts}
         for name, dry_run in self.dry_runs.items():
             assert self.square is not None
             if (cast := dry_run.recipe.wgrad.grad_output) is None:
                 continue
-            own = made_by.setdefault(type(dry_run), {})
-            kept = self.probe.kept(dry_run, "grad_output", grad_2d, cast, 0, own)
-            errors = _squares(sampled.float() - kept, 1)
+            casts_of_dry_run = casts_by.setdefault(type(dry_run), {})
+            rows_kept = self.probe.cast_rows(dry_run, "grad_output", grad_2d, cast, 0, casts_of_dry_run)
+            errors = _squares(sampled.float() - rows_kept, 1)
             totals[name][self.unit].add_(errors.dot(self.square), alpha=self.scale)

@@ -38,7 +38,7 @@ class ByUnit:
 
     def __call__(self, values: Tensor, gemm: str | None) -> Tensor:
         """Map (groups,) to (units,); `gemm` is the GEMM whose operands the numbers describe, None for all GEMMs."""
-        found = values if self._places is None else values[self._places]
+        by_unit = values if self._places is None else values[self._places]
         if gemm is None or not self._gemms:
-            return found
-        return torch.where(self._gemms[gemm], found, 0.0)
+            return by_unit
+        return torch.where(self._gemms[gemm], by_unit, 0.0)

@@ -153,11 +153,12 @@ class PriceMeter:
         self._members = torch.tensor([len(unit.operators) for unit in units], device=device)
         paths_of = [path for operator in operators for path in (operator.low, operator.recovery)]
         saving = "fprop" if any(_casts_fprop(path, operators[0]) for path in paths_of) else "wgrad"
-        asked = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
-        self._asked = asked | ({(saving, path) for path in PATHS} if "price" in names else set())
+        gemms_by_path = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
+        self._measured_gemms = gemms_by_path | ({(saving, path) for path in PATHS} if "price" in names else set())
         """(GEMM, path) of each price."""
-        self.gemms = {gemm for gemm, _ in self._asked}
-        self.paths = [path for path in PATHS if any(path == one for _, one in self._asked) or against_recovery]
+        self.gemms = {gemm for gemm, _ in self._measured_gemms}
+        measured = {path for _, path in self._measured_gemms}
+        self.paths = [path for path in PATHS if path in measured or against_recovery]
         self._saving = saving
         """The GEMM that `price` is about."""
         self.candidates = {name: Recipe(name, fprop=recipe.fprop) for name, recipe in (candidates or {}).items()}
@@ -204,7 +205,10 @@ class PriceMeter:
             return self._sums.new_tensor(self.loss_tokens)
         if self._terms:
             most = self._most
-            terms = [one.together if one.rows <= most[task] else one.terms for task, one in self._terms.items()]
+            terms = [
+                last_call.together if last_call.rows <= most[task] else last_call.terms
+                for task, last_call in self._terms.items()
+            ]
             return torch.stack(terms).sum().to(self._sums)
         return self._sums.new_tensor(max(self.rows))
 
@@ -231,30 +235,30 @@ class PriceMeter:
         self._close_all()
         totals, loss_tokens = (self._sums, self.terms) if summed is None else summed
         sums = {name: totals[:, at] for at, (of, name) in enumerate(self._columns) if of in (path, "")}
-        found = {name: loss_tokens / 2 * sums[name] for name in _FPROP}
+        prices = {name: loss_tokens / 2 * sums[name] for name in _FPROP}
         for gemm in ("dgrad", "wgrad") if path in PATHS else ():
             for name in (gemm, f"{gemm}_bias"):
                 square = sums[f"{gemm}_square"]
-                found[name] = torch.where(square != 0, sums[name] / square, 0.0)
-        return found
+                prices[name] = torch.where(square != 0, sums[name] / square, 0.0)
+        return prices
 
     def read(self, grad_scale: float = 1.0, summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         """Return {name: (num_units,) float64} on the device, in the model's order, without waiting for it.
 
         `grad_scale` is the loss scale in the gradients; `summed` is that of `by_operator`.
         """
-        found, both = {}, {path: self.by_operator(path, summed) for path in self.paths}
-        for gemm, path in self._asked:
-            value = self._of_units(both[path][gemm], gemm)
+        prices, by_path = {}, {path: self.by_operator(path, summed) for path in self.paths}
+        for gemm, path in self._measured_gemms:
+            value = self._of_units(by_path[path][gemm], gemm)
             name = f"price_{gemm}{'' if path == 'low' else '_recovery'}"
-            found[name] = value / (grad_scale**2 if gemm == "fprop" else self._members)
+            prices[name] = value / (grad_scale**2 if gemm == "fprop" else self._members)
         if "price" in self.names and self._saving == "fprop":
-            found["price"] = (found["price_fprop"] - found["price_fprop_recovery"]).clamp(min=0)
+            prices["price"] = (prices["price_fprop"] - prices["price_fprop_recovery"]).clamp(min=0)
         elif "price" in self.names:
             squares = (self._sums if summed is None else summed[0])[:, -1]
-            saved = (both["low"]["wgrad"] - both["recovery"]["wgrad"]) * squares
-            found["price"] = self._of_units(saved, "wgrad").clamp(min=0) / squares.sum().clamp(min=TINY)
-        return {name: found[name] for name in self.names}
+            saved = (by_path["low"]["wgrad"] - by_path["recovery"]["wgrad"]) * squares
+            prices["price"] = self._of_units(saved, "wgrad").clamp(min=0) / squares.sum().clamp(min=TINY)
+        return {name: prices[name] for name in self.names}
 
     def _of_units(self, values: Tensor, gemm: str) -> Tensor:
         """Return the sums by unit, (num_units,), of a GEMM's values (num_operators,)."""
@@ -276,10 +280,10 @@ class PriceMeter:
         fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
         if fault is not None and "low" in paths:
             inputs["low"] = broken_inputs(operator, operator.low, fault, input, inputs["low"], chosen)
-        columns = {
-            name: kept
+        outlier_columns = {
+            name: columns_kept
             for name, path in paths.items()
-            if isinstance(path, Recipe) and (kept := outliers(path.fprop.input, rows)) is not None
+            if isinstance(path, Recipe) and (columns_kept := outliers(path.fprop.input, rows)) is not None
         }
         length = input.shape[-2] if input.dim() > 2 else 1
         marks = [] if self.sequences is None else self.sequences.watch(output)
@@ -291,17 +295,17 @@ class PriceMeter:
             self._calls[place] = 1 if place in self._measured else self._calls[place] + 1
             self._measured.discard(place)
         # A weight that is no parameter was made for this pass: pruned, or put there by functional_call.
-        made = None if isinstance(operator.weight, nn.Parameter) else operator.matrix
-        weight, bias = operator.given or (made, operator.bias)
-        given = None if weight is None else weight.detach()
-        found = _Pass(
+        weight_of_pass = None if isinstance(operator.weight, nn.Parameter) else operator.matrix
+        weight, bias = operator.given or (weight_of_pass, operator.bias)
+        weight_read = None if weight is None else weight.detach()
+        forward_pass = _Pass(
             operator,
             paths,
-            given,
+            weight_read,
             bias,
             rows[chosen].float(),
             inputs,
-            columns,
+            outlier_columns,
             dtype,
             chosen,
             len(rows),
@@ -310,7 +314,7 @@ class PriceMeter:
             self._called,
             around,
         )
-        output.register_hook(partial(self._backward, found))
+        output.register_hook(partial(self._backward, forward_pass))
 
     def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
         """Return the indices of the measured tokens among `count`; tokens that share a scale stay together."""
@@ -323,48 +327,50 @@ class PriceMeter:
         return indices if count % length == 0 else indices[indices < count]
 
     @torch.no_grad()
-    def _backward(self, found: _Pass, grad: Tensor) -> None:
+    def _backward(self, forward_pass: _Pass, grad: Tensor) -> None:
         """Measure one pass, or mark its rows if the backward pass is one of `Sequences.find`."""
-        if self.sequences is None or not self.sequences.takes(found.marks, grad):
-            self._measure(found, grad)
+        if self.sequences is None or not self.sequences.takes(forward_pass.marks, grad):
+            self._measure(forward_pass, grad)
 
-    def _measure(self, found: _Pass, grad: Tensor) -> None:
+    def _measure(self, forward_pass: _Pass, grad: Tensor) -> None:
         """Add up one pass; `grad` (..., O) is the gradient of its output."""
-        operator, x = found.operator, found.x
+        operator, x = forward_pass.operator, forward_pass.x
         place = self._place[operator.index]
-        task = torch._C._current_graph_task_id() if found.around is None else found.around
-        grad_2d = grad.reshape(-1, grad.shape[-1]).to(found.dtype)
-        self._count_terms(found, task, grad_2d)
-        dy, weight = grad_2d[found.chosen].float(), weight_of(operator, found.dtype, found.weight)
+        task = torch._C._current_graph_task_id() if forward_pass.around is None else forward_pass.around
+        grad_2d = grad.reshape(-1, grad.shape[-1]).to(forward_pass.dtype)
+        self._count_terms(forward_pass, task, grad_2d)
+        dy, weight = grad_2d[forward_pass.chosen].float(), weight_of(operator, forward_pass.dtype, forward_pass.weight)
         dx = dy @ weight
         gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
-        sequence = self._sequence_of(found, grad)
+        sequence = self._sequence_of(forward_pass, grad)
         casts = {
             name: PathOperands(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
-            for name, path in found.paths.items()
+            for name, path in forward_pass.paths.items()
         }
         exact = _Operands(x, weight, None)
-        operands = {name: _fprop_operands(found, name, one, exact) for name, one in casts.items()}
+        operands = {
+            name: _fprop_operands(forward_pass, name, operands_of, exact) for name, operands_of in casts.items()
+        }
         squares: dict[tuple[str, str], Tensor] = {("", "dgrad_square"): _square(dx)}
         errors: dict[tuple[str, str], Tensor] = {} if gradient is None else {("", "wgrad_square"): gradient}
-        for name, own in casts.items():
+        for name, operands_of in casts.items():
             high = operands.get("recovery", exact) if self._against_recovery and name != "recovery" else exact
             if "fprop" in self.gemms and not (operands[name] is high is exact):
                 of_high = dx if high.weight is weight else dy @ high.weight
-                terms, elements = _fprop(found, sequence, operands[name], high, dy, of_high)
+                terms, elements = _fprop(forward_pass, sequence, operands[name], high, dy, of_high)
                 errors |= {(name, key): value for key, value in terms.items()}
                 squares[name, "fprop_elements"] = elements
             if name in self.candidates:
                 continue
-            if "dgrad" in self.gemms and own.of("dgrad").casts:
-                product = own.grad_output("dgrad", 1) @ own.weight("dgrad")
-                error = result_in(product, own.of("dgrad").result) - dx
+            if "dgrad" in self.gemms and operands_of.of("dgrad").casts:
+                product = operands_of.grad_output("dgrad", 1) @ operands_of.weight("dgrad")
+                error = result_in(product, operands_of.of("dgrad").result) - dx
                 squares |= {(name, "dgrad"): _square(error), (name, "dgrad_bias"): _inner(dx, error)}
-            if gradient is not None and "wgrad" in found.inputs[name]:
-                product = own.grad_output("wgrad", 0).t() @ found.inputs[name]["wgrad"]
-                errors[name, "wgrad"] = result_in(product, own.of("wgrad").result) - gradient
-        scale = found.count / len(found.chosen)
-        self.rows[place] += found.count
+            if gradient is not None and "wgrad" in forward_pass.inputs[name]:
+                product = operands_of.grad_output("wgrad", 0).t() @ forward_pass.inputs[name]["wgrad"]
+                errors[name, "wgrad"] = result_in(product, operands_of.of("wgrad").result) - gradient
+        scale = forward_pass.count / len(forward_pass.chosen)
+        self.rows[place] += forward_pass.count
         self._measured.add(place)
         if place in self._open and self._open[place].task != task:
             self._close(place)
@@ -375,16 +381,16 @@ class PriceMeter:
         self._add(place, squares, scale)
         calls = self._open.setdefault(place, _SummedCalls(task, {}))
         for key, error in errors.items():
-            rows = 0 if key[1] in ("fprop_sequence", "wgrad", "wgrad_square") else found.count
+            rows = 0 if key[1] in ("fprop_sequence", "wgrad", "wgrad_square") else forward_pass.count
             before = calls.errors.get((*key, rows))
             error = error * scale**0.5
             calls.errors[*key, rows] = error if before is None else before + error
 
     def _add(self, place: int, sums: dict[tuple[str, str], Tensor], scale: float = 1.0) -> None:
         """Add the sums of a call to those of its operator."""
-        nothing = self._sums.new_zeros(())
-        parts = torch.stack([sums.get(column, nothing).to(self._sums) for column in self._columns])
-        self._sums[place].add_(parts, alpha=scale)
+        zero = self._sums.new_zeros(())
+        in_columns = torch.stack([sums.get(column, zero).to(self._sums) for column in self._columns])
+        self._sums[place].add_(in_columns, alpha=scale)
 
     def _close(self, place: int) -> None:
         """Square and add the errors of an operator that ran several times."""
@@ -398,32 +404,32 @@ class PriceMeter:
         for place in list(self._open):
             self._close(place)
 
-    def _count_terms(self, found: _Pass, task: int, grad_2d: Tensor) -> None:
+    def _count_terms(self, forward_pass: _Pass, task: int, grad_2d: Tensor) -> None:
         """Count the terms of the loss in the gradient of the last call, which backward meets first."""
-        if self.loss_tokens is not None or of_any_expert(name := found.operator.operator_name) != name:
+        if self.loss_tokens is not None or of_any_expert(name := forward_pass.operator.operator_name) != name:
             return
         last = self._terms.get(task)
         # Checkpointed parts are repeated from the last to the first, so that the number of a call means nothing.
-        later = last is None or (found.around is None and found.call > last.call)
-        self._most[task] = max(self._most.get(task, 0), found.count)
-        if not later and last is not None and last.operator is not found.operator:
+        later = last is None or (forward_pass.around is None and forward_pass.call > last.call)
+        self._most[task] = max(self._most.get(task, 0), forward_pass.count)
+        if not later and last is not None and last.operator is not forward_pass.operator:
             return
         terms = (grad_2d != 0).any(dim=1).sum()
-        if last is None or last.operator is not found.operator:
-            self._terms[task] = _Last(found.operator, found.call, found.count, terms, terms)
+        if last is None or last.operator is not forward_pass.operator:
+            self._terms[task] = _Last(forward_pass.operator, forward_pass.call, forward_pass.count, terms, terms)
             return
         together = last.together + terms
-        first = (found.call, terms) if later else (last.call, last.terms)
-        self._terms[task] = _Last(found.operator, first[0], last.rows + found.count, first[1], together)
+        first = (forward_pass.call, terms) if later else (last.call, last.terms)
+        self._terms[task] = _Last(forward_pass.operator, first[0], last.rows + forward_pass.count, first[1], together)
 
-    def _sequence_of(self, found: _Pass, grad: Tensor) -> tuple[Tensor, int] | None:
+    def _sequence_of(self, forward_pass: _Pass, grad: Tensor) -> tuple[Tensor, int] | None:
         """Return (the sequence of each row, their number); None: unknown."""
-        if len(found.chosen) < found.count:
+        if len(forward_pass.chosen) < forward_pass.count:
             return None
         if self.sequences is not None:
-            return self.sequences.of(found.marks, grad)
-        rows = torch.arange(found.count, device=grad.device)
-        return rows // found.length, found.count // found.length
+            return self.sequences.of(forward_pass.marks, grad)
+        rows = torch.arange(forward_pass.count, device=grad.device)
+        return rows // forward_pass.length, forward_pass.count // forward_pass.length
 
 
 class Sequences:
@@ -508,11 +514,11 @@ class Sequences:
         counts = sizes > 1e-6 * sizes.amax()
         for digit, mark in enumerate(marks):
             code = torch.where(counts, mark / sizes, 1.0).log2()
-            whole = code.round()
-            known = ((code - whole).abs() <= 0.05) & (whole >= 0) & (whole < self._codes)  # NaN is not
-            if not bool(known.all()):
+            digits = code.round()
+            sound = ((code - digits).abs() <= 0.05) & (digits >= 0) & (digits < self._codes)  # NaN is not
+            if not bool(sound.all()):
                 return None
-            sequence += whole.long() * self._codes**digit
+            sequence += digits.long() * self._codes**digit
         return (sequence, self._number) if bool((sequence < self._number).all()) else None
 
 
@@ -601,18 +607,18 @@ def _group_rows(path: ExecutionPath) -> int:
     return max((cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None), default=1)
 
 
-def _fprop_operands(found: _Pass, path: str, casts: PathOperands, exact: _Operands) -> _Operands:
+def _fprop_operands(forward_pass: _Pass, path: str, casts: PathOperands, exact: _Operands) -> _Operands:
     """Return the operands of fprop on `path`: `exact` itself if nothing is cast."""
-    if (x := found.inputs[path].get("fprop")) is None:
+    if (x := forward_pass.inputs[path].get("fprop")) is None:
         return exact
-    weight, columns = casts.weight("fprop"), found.columns.get(path)
+    weight, columns = casts.weight("fprop"), forward_pass.columns.get(path)
     if columns is not None and weight is not exact.weight:
         weight = torch.where(columns, exact.weight, weight)
     return _Operands(x, weight, casts.of("fprop").result)
 
 
 def _fprop(
-    found: _Pass, sequence: tuple[Tensor, int] | None, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor
+    forward_pass: _Pass, sequence: tuple[Tensor, int] | None, low: _Operands, high: _Operands, dy: Tensor, dx: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the error of `low` against `high` as inner products to be squared, and the squares of their elements.
 
@@ -626,7 +632,7 @@ def _fprop(
         errors["fprop_weight"], terms = by_weight.sum(dim=1), by_input + by_weight
     u, elements = terms.sum(dim=1), _square(terms)
     if low.result is not None or high.result is not None:
-        by_result = dy * (_result_error(found.bias, low) - _result_error(found.bias, high))
+        by_result = dy * (_result_error(forward_pass.bias, low) - _result_error(forward_pass.bias, high))
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
     if sequence is None:
         by_sequence = u.new_full((1,), torch.nan)

@@ -51,7 +51,7 @@ class UnplannedParts:
         self._meter: PriceMeter | None = None
         names = []
         for kind in (kind for kind in kinds if kind != "kv"):
-            chosen = [one.name for one in operators_of(model) if one.role == kind]
+            chosen = [operator.name for operator in operators_of(model) if operator.role == kind]
             require(chosen, "include", kind, "this model has none that is an nn.Linear")
             names += chosen
         if names:
@@ -111,18 +111,18 @@ class UnplannedParts:
 
         `loss_tokens` is the number of tokens in the mean of their loss.
         """
-        found: dict[str, tuple[float, float]] = {}
+        nats: dict[str, tuple[float, float]] = {}
         if self._meter is not None:
             self._meter.loss_tokens = loss_tokens
             numbers = self._meter.by_operator()
-            both = zip(numbers["fprop"].tolist(), numbers["fprop_sequence"].tolist(), strict=True)
-            found |= dict(zip(self._meter.operators, both, strict=True))
+            estimates = zip(numbers["fprop"].tolist(), numbers["fprop_sequence"].tolist(), strict=True)
+            nats |= dict(zip(self._meter.operators, estimates, strict=True))
             self._meter.reset()
             assert self.converted is not None
             self.converted.end_step()
         if self.kv is not None:
-            found |= self.kv.take(loss_tokens)
-        return found
+            nats |= self.kv.take(loss_tokens)
+        return nats
 
 
 class KVCache(TorchFunctionMode):
@@ -140,11 +140,11 @@ class KVCache(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         for operand in ("key", "value"):
             module = self._inside[-1] if self._inside else ""  # "": called by the model itself, or by `run`
-            given[operand] = self._read(f"{module}.{operand[0]}_cache".lstrip("."), given[operand])
-        return func(given.pop("query"), given.pop("key"), given.pop("value"), *args[3:], **given)
+            arguments[operand] = self._read(f"{module}.{operand[0]}_cache".lstrip("."), arguments[operand])
+        return func(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), *args[3:], **arguments)
 
     def _read(self, name: str, x: Tensor) -> Tensor:
         """Return the tensor that attention reads in place of `x` (B, ..., T, D)."""
@@ -165,10 +165,10 @@ class KVCache(TorchFunctionMode):
     def _measure(self, name: str, x: Tensor, marks: list[Tensor], grad: Tensor) -> None:
         if self.sequences.takes(marks, grad):
             return
-        each = (grad.float() * (self._stored(x) - x).float()).sum(dim=-1).double()  # (B, ..., T)
-        by_token, by_sequence = _by_token(each[..., None]).flatten(2).sum(dim=2), None
+        products = (grad.float() * (self._stored(x) - x).float()).sum(dim=-1).double()  # (B, ..., T)
+        by_token, by_sequence = _by_token(products[..., None]).flatten(2).sum(dim=2), None
         if (rows := self.sequences.of(marks, grad)) is not None:
-            by_sequence = each.new_zeros(rows[1]).index_add_(0, rows[0], each.flatten())
+            by_sequence = products.new_zeros(rows[1]).index_add_(0, rows[0], products.flatten())
         self._sums[name].append((by_token, by_sequence))
 
     @contextmanager
@@ -194,7 +194,7 @@ class KVCache(TorchFunctionMode):
     def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
         """Return the numbers of `UnplannedParts.take`. Raises ValueError if no attention was seen."""
         require(self._sums, "include", "kv", "this model's attention is not PyTorch's scaled_dot_product_attention")
-        found = {}
+        nats = {}
         for name, calls in self._sums.items():
             if not calls:
                 continue
@@ -202,11 +202,11 @@ class KVCache(TorchFunctionMode):
             for by_token, _ in calls:
                 by_shape[by_token.shape] = by_shape.get(by_token.shape, 0.0) + by_token
             token = sum(float(u.square().sum()) for u in by_shape.values())
-            known = [by_sequence for _, by_sequence in calls if by_sequence is not None]
-            sequence = float(torch.stack(known).sum(dim=0).square().sum()) if len(known) == len(calls) else math.nan
-            found[name] = loss_tokens / 2 * token, loss_tokens / 2 * sequence
+            sums = [by_sequence for _, by_sequence in calls if by_sequence is not None]
+            sequence = float(torch.stack(sums).sum(dim=0).square().sum()) if len(sums) == len(calls) else math.nan
+            nats[name] = loss_tokens / 2 * token, loss_tokens / 2 * sequence
         self._sums = {}
-        return found
+        return nats
 
 
 def _by_token(x: Tensor) -> Tensor:

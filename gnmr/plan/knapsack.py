@@ -94,16 +94,18 @@ def times_of(
     """
     from gnmr.conversion.cost import TIMES, gemm_time
 
-    known = {one.name: one for one in recipes}
-    each = {name: {gemm: gemm_time(one, gemm, times, known) for gemm in GEMMS} for name, one in known.items()}
+    recipe_of = {recipe.name: recipe for recipe in recipes}
+    time_of = {
+        name: {gemm: gemm_time(recipe, gemm, times, recipe_of) for gemm in GEMMS} for name, recipe in recipe_of.items()
+    }
     areas = {name: a * b for name, (a, b) in shapes.items()} | dict(work or {})
-    found = {
-        (name, gemm): {recipe: areas[name] * own[gemm] for recipe, own in each.items()}
+    times_of_items = {
+        (name, gemm): {recipe: areas[name] * time[gemm] for recipe, time in time_of.items()}
         for name in shapes
         for gemm in GEMMS
     }
     sixteen = rest * {**TIMES, **(times or {})}["16"]
-    return found | ({(REST, gemm): {next(iter(known)): sixteen} for gemm in GEMMS} if rest else {})
+    return times_of_items | ({(REST, gemm): {next(iter(recipe_of)): sixteen} for gemm in GEMMS} if rest else {})
 
 
 def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]:
@@ -115,7 +117,7 @@ def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]
     fused, groups = list(fused), dict[str, list[str]]()
     for name in operators:
         groups.setdefault(fused_name(name, fused), []).append(name)
-    return [own for own in groups.values() if len(own) > 1]
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def fused_name(name: str, fused: Collection[str]) -> str:
@@ -131,10 +133,10 @@ def fused_name(name: str, fused: Collection[str]) -> str:
         if "moe" in fused and (start := name.find(".*.")) > 0:
             name = name[: start + 2]
     before, dot, leaf = name.rpartition(".")
-    for kind, several in _PARTS.items():
-        for parts in several if kind in fused else ():
-            if leaf in parts:
-                return f"{before}{dot}{'+'.join(parts)}"
+    for kind, groups in _PARTS.items():
+        for leaves in groups if kind in fused else ():
+            if leaf in leaves:
+                return f"{before}{dot}{'+'.join(leaves)}"
     return name
 
 
@@ -177,11 +179,11 @@ def choose(
     before = math.fsum(bundle.low for bundle in bundles)
     quick, bound = _greedy(bundles, room, enough)
     greedy = _choice(bundles, quick, prices, times, low)
-    kept = None if enough is None or greedy.after > enough else enough
+    most_left = None if enough is None or greedy.after > enough else enough
     options = [(at, option) for at, bundle in enumerate(bundles) for option in bundle.options]
-    if not options or (before <= kept if kept is not None else greedy.after - bound <= GAP * before):
+    if not options or (before <= most_left if most_left is not None else greedy.after - bound <= GAP * before):
         return greedy
-    seconds, saved = (np.array([getattr(option, what) for _, option in options]) for what in ("time", "saved"))
+    seconds, saved = (np.array([getattr(option, field) for _, option in options]) for field in ("time", "saved"))
     longest, unit = seconds.max() if seconds.max() > 0 else 1.0, saved.max()
     seconds, room = seconds / longest, room / longest
     one_each = csr_array((np.ones(len(options)), ([at for at, _ in options], range(len(options)))))
@@ -189,16 +191,16 @@ def choose(
     if room < seconds.sum():
         rules.append(LinearConstraint(seconds[None], ub=room))
     goal = -saved / unit
-    if kept is not None:
-        rules.append(LinearConstraint(saved[None] / unit, lb=(before - kept) / unit))
+    if most_left is not None:
+        rules.append(LinearConstraint(saved[None] / unit, lb=(before - most_left) / unit))
         goal = seconds
     limits = {"time_limit": _SECONDS, "mip_rel_gap": GAP}
-    found = milp(goal, integrality=np.ones(len(options)), bounds=Bounds(0, 1), constraints=rules, options=limits)
-    if found.x is None:
+    solution = milp(goal, integrality=np.ones(len(options)), bounds=Bounds(0, 1), constraints=rules, options=limits)
+    if solution.x is None:
         return greedy
-    taken = {at: option for (at, option), x in zip(options, found.x, strict=True) if x > 0.5}
+    taken = {at: option for (at, option), x in zip(options, solution.x, strict=True) if x > 0.5}
     exact = _choice(bundles, taken, prices, times, low)
-    return min((exact, greedy), key=lambda one: one.after if kept is None else one.extra)
+    return min((exact, greedy), key=lambda choice: choice.after if most_left is None else choice.extra)
 
 
 def as_choice(chosen: Mapping[Item, str], prices: Prices, times: Times, low: str) -> Choice:
@@ -208,27 +210,27 @@ def as_choice(chosen: Mapping[Item, str], prices: Prices, times: Times, low: str
         if (recipe := chosen.get((name, gemm))) is not None:
             pins.setdefault(name, {})[gemm] = recipe
     more = math.fsum(times[item][recipe] - times[item][low] for item, recipe in chosen.items())
-    left = math.fsum(own[chosen.get(item, low)] for item, own in prices.items())
-    before = math.fsum(own[low] for own in prices.values())
-    return Choice(pins, more / _time_of_low(times, low), before, left)
+    after = math.fsum(nats[chosen.get(item, low)] for item, nats in prices.items())
+    before = math.fsum(nats[low] for nats in prices.values())
+    return Choice(pins, more / _time_of_low(times, low), before, after)
 
 
 def front(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[str]] = ()) -> list[tuple[float, float]]:
     """Return (extra time, nats left) after each step of the greedy choice, from no pin to all that save nats."""
     bundles = _bundles(prices, times, low, groups)
-    whole, spent = _time_of_low(times, low), 0.0
+    time_of_low, spent = _time_of_low(times, low), 0.0
     steps = _steps(bundles)
     # Add from the end, because an infinite price has no difference to the sum.
     least = math.fsum(min((o.price for o in bundle.options), default=bundle.low) for bundle in bundles)
-    left, points = least, [0.0] * (len(steps) + 1)
+    remaining, points = least, [0.0] * (len(steps) + 1)
     for at in range(len(steps), -1, -1):
-        points[at] = left
-        left += steps[at - 1].more if at else 0.0
-    found = [(0.0, points[0])]
+        points[at] = remaining
+        remaining += steps[at - 1].more if at else 0.0
+    curve = [(0.0, points[0])]
     for step, after in zip(steps, points[1:], strict=True):
         spent += step.time
-        found.append((spent / whole, after))
-    return found
+        curve.append((spent / time_of_low, after))
+    return curve
 
 
 def guessed(kind: str, names: Iterable[str], seed: int = 0) -> list[str]:
@@ -244,10 +246,10 @@ def guessed(kind: str, names: Iterable[str], seed: int = 0) -> list[str]:
         order.reverse()
     elif kind == "first_last":
         order = [order[-1 - i // 2] if i % 2 else order[i // 2] for i in range(len(order))]
-    found = [name for block in order for name in block]
+    operators = [name for block in order for name in block]
     if kind == "random":
-        random.Random(seed).shuffle(found)
-    return found
+        random.Random(seed).shuffle(operators)
+    return operators
 
 
 def by_score(scores: Mapping[str, float], names: Iterable[str]) -> list[str]:
@@ -256,8 +258,8 @@ def by_score(scores: Mapping[str, float], names: Iterable[str]) -> list[str]:
     >>> by_score({"a": 1.0, "b": 2.0, "c": math.nan}, ["c", "a", "b"])
     ['b', 'a', 'c']
     """
-    known = {name: value for name, value in scores.items() if not math.isnan(value)}
-    return sorted(names, key=lambda name: -known.get(name, -math.inf))
+    known_scores = {name: value for name, value in scores.items() if not math.isnan(value)}
+    return sorted(names, key=lambda name: -known_scores.get(name, -math.inf))
 
 
 def pin_in_order(
@@ -277,20 +279,20 @@ def pin_in_order(
     return as_choice(chosen, prices, times, low)
 
 
-def budget_of(given: float | str) -> float:
+def budget_of(budget: float | str) -> float:
     """Return a budget of extra GEMM time as a share: 0.1 for "+10%", "10%" and 0.1.
 
     Raises ValueError if it is not above 0. A word without a percent sign and a whole number are also refused above 1,
     because 10 would rather mean 10% than ten times the time.
     """
-    value: Any = share_of(given)
+    value: Any = share_of(budget)
     sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-    require(sound, "budget", given, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
-    said = isinstance(given, float) or (isinstance(given, str) and given.endswith("%"))
-    if not said and value > 1:
+    require(sound, "budget", budget, "must be extra GEMM time, a share above 0 (+10%, or 0.1)")
+    unambiguous = isinstance(budget, float) or (isinstance(budget, str) and budget.endswith("%"))
+    if not unambiguous and value > 1:
         right = f"is a share of the GEMM time, so it would be +{100 * value:g}%; write {value:g}% or {100 * value:g}%"
-        require(False, "budget", given, right)
-    return float(value) if isinstance(given, str) else value
+        require(False, "budget", budget, right)
+    return float(value) if isinstance(budget, str) else value
 
 
 class _Option(NamedTuple):
@@ -334,7 +336,7 @@ def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[s
     for name, gemm in times:
         if (name, gemm) in prices:
             together.setdefault((group_of.get(name, name), gemm), []).append((name, gemm))
-    finite = [value for own in prices.values() for value in own.values() if math.isfinite(value)]
+    finite = [value for nats in prices.values() for value in nats.values() if math.isfinite(value)]
     # Replaces Inf: larger than the sum of everything else, and small enough for a solver.
     beyond = 10 * math.fsum(map(abs, finite)) + 1e-9
     bundles = []
@@ -346,8 +348,8 @@ def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[s
         }
         time = {name: math.fsum(times[i][name] - times[i][low] for i in items) for name in common}
         options: list[_Option] = []
-        for name in sorted(common, key=lambda one: (time[one], price[one])):
-            if name != low and price[name] < min([price[low], *(one.price for one in options)]):
+        for name in sorted(common, key=lambda recipe: (time[recipe], price[recipe])):
+            if name != low and price[name] < min([price[low], *(option.price for option in options)]):
                 options.append(_Option(name, time[name], price[name], price[low] - price[name]))
         bundles.append(_Bundle(items, price[low], options))
     return bundles
@@ -380,17 +382,17 @@ def _greedy(bundles: Sequence[_Bundle], room: float, enough: float | None) -> tu
     """
     taken: dict[int, _Option] = {}
     number = dict.fromkeys(range(len(bundles)), 0)
-    spent, left, bound = 0.0, math.fsum(bundle.low for bundle in bundles), None
+    spent, remaining, bound = 0.0, math.fsum(bundle.low for bundle in bundles), None
     for step in _steps(bundles):
-        if enough is not None and left <= enough:
+        if enough is not None and remaining <= enough:
             break
         if number[step.bundle] == step.at and spent + step.time <= room:
             taken[step.bundle] = step.option
             number[step.bundle] += 1
-            spent, left = spent + step.time, left - step.more
+            spent, remaining = spent + step.time, remaining - step.more
         elif bound is None:
-            bound = left - step.steepness * (room - spent)
-    return taken, left if bound is None else bound
+            bound = remaining - step.steepness * (room - spent)
+    return taken, remaining if bound is None else bound
 
 
 def _choice(bundles: Sequence[_Bundle], taken: Mapping[int, _Option], prices: Prices, times: Times, low: str) -> Choice:
@@ -404,4 +406,4 @@ def _room(budget: float | str, times: Times, low: str) -> float:
 
 
 def _time_of_low(times: Times, low: str) -> float:
-    return math.fsum(own[low] for own in times.values())
+    return math.fsum(time[low] for time in times.values())

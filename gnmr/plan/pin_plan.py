@@ -327,32 +327,35 @@ def _parsed(tree: Any) -> PinPlan:
     if expected is not None:
         _known("expected", expected, ("before", "after"))
         expected = expected.get("before"), expected.get("after")
-    given = {key: value for key, value in tree.items() if value is not None or key in (*_NEEDED, "budget", "extra")}
+    fields = {key: value for key, value in tree.items() if value is not None or key in (*_NEEDED, "budget", "extra")}
     for key in ("low", "recovery"):
         require(
-            isinstance(given[key], str) or (key == "recovery" and given[key] is None), key, given[key], "must be text"
+            isinstance(fields[key], str) or (key == "recovery" and fields[key] is None),
+            key,
+            fields[key],
+            "must be text",
         )
     try:
-        return PinPlan(expected=expected, **given)
+        return PinPlan(expected=expected, **fields)
     except (TypeError, AttributeError) as error:
         raise ValueError(first_line(error)) from error
 
 
-def _known(what: str, tree: object, keys: Iterable[str]) -> None:
+def _known(key: str, tree: object, keys: Iterable[str]) -> None:
     """Raise UserError if this is not a mapping with some of these keys."""
     keys = list(keys)
-    require(isinstance(tree, dict), what, tree, f"must be {{{', '.join(keys)}}}")
+    require(isinstance(tree, dict), key, tree, f"must be {{{', '.join(keys)}}}")
     assert isinstance(tree, dict)
     if unknown := [key for key in tree if key not in keys]:
-        raise UserError(f"{what + '.' if what else ''}{unknown[0]}: is not a key of a plan{nearest(unknown[0], keys)}")
+        raise UserError(f"{key + '.' if key else ''}{unknown[0]}: is not a key of a plan{nearest(unknown[0], keys)}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
         keys = Counter(key for key, _ in pairs)
         raise ValueError(f"{keys.most_common(1)[0][0]!r:.80} appears twice")
-    return found
+    return tree
 
 
 def _no_constant(word: str) -> None:
