@@ -152,10 +152,9 @@ class Output:
             targets = None if targets is None else targets.transpose(0, 1)
         number = counts.flatten(1).sum(dim=1) if counts.dim() > 1 else counts.long()
         number = number[number > 0].double()
-        kl_and_number: np.ndarray = torch.stack(
-            [divergence(log_p, low_logits, targets).cpu() * number, number], dim=1
-        ).numpy()
-        return kl_and_number
+        kl = divergence(log_p, low_logits, targets).cpu()
+        nats_and_number: np.ndarray = torch.stack([kl * number, number], dim=1).numpy()
+        return nats_and_number
 
     def apart(self, other: Output) -> float:
         """Return the KL per token to another output of the same batch; without logits, the difference of the losses.
@@ -179,11 +178,12 @@ def output_of(result: Any, where: str, trained: bool = True) -> Output:
     """Return the `Output` in the result of a function.
 
     Args:
-        found: the result.
+        result: the result.
         where: its name in messages.
         trained: True if it must have a gradient.
 
-    Raises ValueError if the result is of another kind.
+    Raises:
+        ValueError: the result is of another kind.
     """
     logits, targets, loss, source = None, None, None, None
     if isinstance(result, Tensor) and result.numel() == 1:
@@ -215,11 +215,12 @@ def output_of(result: Any, where: str, trained: bool = True) -> Output:
             counts = targets != IGNORED
             require(bool(counts.any()), where, "targets", "all are left out (-100); give some")
             in_vocabulary = bool(((targets >= 0) & (targets < logits.shape[-1]))[counts].all())
-            require(
-                in_vocabulary, where, "targets", f"must be below {logits.shape[-1]}, the width of the logits, or -100"
-            )
+            right = f"must be below {logits.shape[-1]}, the width of the logits, or -100"
+            require(in_vocabulary, where, "targets", right)
             loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-    terms = 0 if logits is None else logits.shape[:-1].numel() if targets is None else int((targets != IGNORED).sum())
+    terms = 0
+    if logits is not None:
+        terms = logits.shape[:-1].numel() if targets is None else int((targets != IGNORED).sum())
     return Output(logits, targets, loss, terms, source=source)
 
 

@@ -329,7 +329,7 @@ class PassErrors:
     def add(self, grad_2d: Tensor, context: GemmContext | None = None, casts: Casts | None = None) -> None:
         """Add the pass to the probe's sums.
 
-        `grad_2d` (rows, out_features) is the grad_output of the pass. For recipes, `context` has made the `casts` of it.
+        `grad_2d` (rows, out_features) is the grad_output of the pass, of which `context` has made the `casts`.
         """
         totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
         if self.errors:

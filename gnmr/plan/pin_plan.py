@@ -329,12 +329,8 @@ def _parsed(tree: Any) -> PinPlan:
         expected = expected.get("before"), expected.get("after")
     fields = {key: value for key, value in tree.items() if value is not None or key in (*_NEEDED, "budget", "extra")}
     for key in ("low", "recovery"):
-        require(
-            isinstance(fields[key], str) or (key == "recovery" and fields[key] is None),
-            key,
-            fields[key],
-            "must be text",
-        )
+        is_text = isinstance(fields[key], str) or (key == "recovery" and fields[key] is None)
+        require(is_text, key, fields[key], "must be text")
     try:
         return PinPlan(expected=expected, **fields)
     except (TypeError, AttributeError) as error:
