@@ -134,6 +134,7 @@ def for_tables() -> Terminal:
 
 def tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterable[_T]:
     """Yield the items, with a progress bar on standard error if that is a terminal; `total` counts them."""
+    # On standard error, so that standard output can be piped.
     console = Console(stderr=True)
     return track(items, what, total=total, console=console, transient=True, disable=not console.is_terminal)
 

@@ -32,6 +32,7 @@ class RunFailed(RuntimeError):
 
 def printable(text: object) -> str:
     r"""Return the text in one line, with control characters written out: an escape as \x1b."""
+    # Escapes and directional marks of a file's name could hide or forge what a terminal shows.
     line = " ".join(str(text).split("\n"))
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 

@@ -50,6 +50,7 @@ def _nvfp4(
     """Return NVIDIA's recipe, without one of its parts, or with other scales."""
     return {
         "fprop": {"input": input, "weight": weight},
+        # Stochastic rounding keeps the gradients' expectation. wgrad's operands are rotated.
         "dgrad": {"weight": weight, "grad_output": f"e2m1/nv{stochastic}"},
         "wgrad": {"input": f"{input}{hadamard}", "grad_output": f"e2m1/nv{hadamard}{stochastic}"},
     }
@@ -61,22 +62,29 @@ def _everywhere(cast: str) -> Words:
 
 
 RECIPES: dict[str, Words] = {
+    # Transformer Engine: gradients need E5M2's range, the other operands E4M3's precision.
     "fp8_hybrid": _alike("e4m3/tensor", "e5m2/tensor"),
     "fp8_delayed": _alike("e4m3/delayed", "e5m2/delayed"),
     "fp8_delayed_1024": _alike("e4m3/delayed/1024", "e5m2/delayed/1024"),
+    # DeepSeek-V3 (2412.19437). With blocks for grad_output too, training diverged in its appendix B.2.
     "deepseek_v3": _alike("e4m3/tile", "e4m3/tile", weight="e4m3/block"),
     "deepseek_v3_blocks": _alike("e4m3/tile", "e4m3/block", weight="e4m3/block"),
+    # Microscaling: 32 elements share a power of two, rounded up, or down as in OCP's specification.
     "mxfp8": _alike("e4m3/mx", "e4m3/mx"),
     "mxfp4": _alike("e2m1/mx", "e2m1/mx"),
     "mxfp8_floor": _alike("e4m3/mx_floor", "e4m3/mx_floor"),
     "mxfp4_floor": _alike("e2m1/mx_floor", "e2m1/mx_floor"),
+    # NVIDIA (2509.25149), and the same without one of its parts.
     "nvfp4": _nvfp4(),
     "nvfp4_no_sr": _nvfp4(stochastic=""),
     "nvfp4_no_rht": _nvfp4(hadamard=""),
     "nvfp4_1d": _nvfp4(weight="e2m1/nv"),
+    # Other scales of Transformer Engine, which it does not combine with the rotation.
     "nvfp4_4over6": _nvfp4("e2m1/nv2d_4over6", hadamard="", input="e2m1/nv_4over6"),
     "nvfp4_row_scaled": _nvfp4(hadamard="", input="e2m1/nv_row"),
+    # The paper's quantization-simulated operators (E.2): results are cast too.
     **{f"sim_{name}": _everywhere(f"{name}/row") for name in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
+    # LLM.int8() for fine-tuning (5.3, E.3): only fprop can multiply the codes themselves.
     "llm_int8": {"fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"}},
     "llm_int8_dgrad": {
         "fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"},

@@ -40,6 +40,7 @@ class NameIndex:
         self.names, self._aliases = list(names), aliases or {}
         self._by_end: dict[str, dict[str, None]] = {}
         for name in self.names:
+            # All ends: up_proj, mlp.up_proj, layers.0.mlp.up_proj.
             for words in (name.split("."), self._alias(name).split(".")):
                 for i in range(len(words)):
                     self._by_end.setdefault(".".join(words[i:]), {})[name] = None

@@ -94,6 +94,7 @@ def register(
     Raises:
         ValueError: if a layout is unknown, no parameter is named, or `kind` is `nn.Linear` itself.
     """
+    # A function's layouts are checked when a model is searched.
     if not callable(layouts):
         layouts = {**(layouts or {}), **layout_by_parameter}
         if not layouts:
@@ -338,6 +339,7 @@ _OWNER_CLASSES: dict[tuple[type[nn.Module], Forward], type[WeightOwner]] = {}
 def _owner_class(cls: type[nn.Module], forward: Forward) -> type[WeightOwner]:
     """Return the class, under the same name, that owners of class `cls` get."""
     if (cls, forward) not in _OWNER_CLASSES:
+        # The same name and module, so that messages show the user's class.
         attributes = {"plain_class": cls, "run_forward": staticmethod(forward), "__module__": cls.__module__}
         _OWNER_CLASSES[cls, forward] = type(cls.__name__, (WeightOwner, cls), attributes)
     return _OWNER_CLASSES[cls, forward]
@@ -543,6 +545,7 @@ class ProductMode(TorchFunctionMode):
 
     def _grouped(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Multiply rows (T, I), sorted by expert, by (E, I, O), one expert at a time. Waits for the device."""
+        # torch names these arguments otherwise in its two functions.
         arguments = dict(zip(("mat_a", "mat_b", "offs"), args, strict=False)) | kwargs
         x, ends = args[0], arguments.get("offs")
         weight = self._weight_of(arguments.get("mat_b", arguments.get("mat2")))

@@ -174,6 +174,7 @@ class PathSpec:
             # A format changes only what backward reads, so it has no GEMMs to pin one by one.
             all_gemms = f"low={self.low} is a format, and pins the whole operator: [{', '.join(GEMMS)}]"
             require(not self._formats or set(gemms) == set(GEMMS), key, pin, all_gemms)
+            # In order, so that equal pins are equal specs.
             ordered = [gemm for gemm in GEMMS if gemm in gemms]
             if by_recipe:
                 choices = [self.recovery or "bf16"] if self._formats else recipes

@@ -105,6 +105,7 @@ def unit_of(name: str, unit: str) -> str:
 def _unit_of(name: str, unit: str) -> str | None:
     """Return the same, or None if the operator is part of no such unit and therefore a unit alone."""
     if unit == "expert":
+        # The name up to the expert's number.
         match = _EXPERT.match(name)
         return None if match is None else match[0]
     if unit == "layer":
@@ -197,6 +198,7 @@ def operator_names(names: Sequence[str]) -> list[str]:
 
 def check_unit(names: Sequence[str], unit: str) -> None:
     """Raise ValueError if none of these names belongs to a unit of this kind."""
+    # Single operators outside of such units are fine, but a model without any is a mistake.
     if all(_unit_of(name, unit) is None for name in names):
         raise ValueError(f"unit={unit!r}: {_LACKING[unit]}; they are {', '.join(names[:2])} ...")
 
