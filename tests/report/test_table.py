@@ -278,7 +278,7 @@ def test_runs_of_another_version_are_one_arm_wherever_they_were_kept(write_run: 
     for seed in range(3):
         file = write_run(seed=seed) / "config.yaml"
         tree = yaml.safe_load(file.read_text())
-        tree["controller"]["gone"], tree["data"]["cache_dir"] = 1, f"/cache{seed}"
+        tree["controller"]["gone"], tree["runs_dir"] = 1, f"/runs{seed}"
         file.write_text(yaml.safe_dump(tree))
     (comparison,) = comparisons()
     assert [arm.seeds for arm in comparison.arms] == [[0, 1, 2]]
