@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gnmr.control.device import all_finite
+from gnmr.control.device import all_finite, all_set
 from gnmr.control.signals.history import LARGEST, Cumulative, StatefulParts
 from gnmr.control.threshold import Threshold, check_threshold, threshold_at
 from gnmr.control.unit import Unit
@@ -126,9 +126,9 @@ class SignalBase(StatefulParts):
             (R, columns): R = max of column / threshold, (U,) float64; Inf if the norm or a column is not finite.
         """
         norm = evidence["norm"]
-        finite, finite_norms = norm.isfinite(), all_finite(norm)
+        finite_norms = all_finite(norm)
         if not finite_norms:
-            columns = tuple(torch.where(finite, column, norm) for column in columns)
+            columns = tuple(torch.where(norm.isfinite(), column, norm) for column in columns)
         # R = max of column / threshold over the columns that have one
         pairs = zip(columns, self.thresholds(step), strict=True)
         risks = [column / threshold for column, threshold in pairs if threshold is not None]
@@ -137,7 +137,7 @@ class SignalBase(StatefulParts):
             return risk, columns
         # A lower bound above 0 ranks units whose column is 0, and never exceeds a trigger.
         risk = risk.clamp(min=self.least)
-        return torch.where(finite & ~risk.isnan(), risk, torch.inf), columns
+        return torch.where(norm.isfinite() & ~risk.isnan(), risk, torch.inf), columns
 
 
 class LevelSignal(SignalBase):
@@ -163,9 +163,12 @@ class RatioSignal(SignalBase):
 
 def ratio(value: Tensor, level: Tensor, has_level: Tensor, eps: float) -> Tensor:
     """Return value / (level + eps), (U,): 1 without a level; a non-finite value is returned unchanged."""
-    # A ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
-    quotient = (value / (level + eps)).clamp(max=LARGEST)
-    quotient = torch.where(has_level, quotient, 1.0)
+    quotient = value / (level + eps)
+    if not all_finite(quotient):
+        # A ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
+        quotient = quotient.clamp(max=LARGEST)
+    if not all_set(has_level):
+        quotient = torch.where(has_level, quotient, 1.0)
     return quotient if all_finite(value) else torch.where(value.isfinite(), quotient, value)
 
 
