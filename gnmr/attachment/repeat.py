@@ -105,7 +105,8 @@ class StepRepeater:
         shared = self.converted.shared
         shared.warmup, shared.repeats_step = self._warmup, True
         self._start.restore(self.converted)
-        _put_back(self._buffers)  # the pass before may have changed them
+        # Buffers such as running statistics change in each pass.
+        _put_back(self._buffers)
         try:
             with (
                 self.converted.high_precision() if sixteen else nullcontext(),
@@ -117,13 +118,24 @@ class StepRepeater:
 
     @torch.no_grad()
     def loss(self, recover: Iterable[int] = (), sixteen: bool = False) -> float:
-        """Return the loss with these units on the recovery path too, or in `sixteen` bits. Waits for the device."""
+        """Return the mean loss of the step's forward passes. Waits for the device.
+
+        Args:
+            recover: Units that are on the recovery path in addition to those of the step.
+            sixteen: Compute all linears in 16 bits instead.
+        """
         self.passes += FORWARD
         with self._paths(recover, sixteen):
             return float(self._forward())
 
     def numbers(self, recover: Iterable[int] = (), sixteen: bool = False, compiled: bool = False) -> PassNumbers:
-        """Return the numbers of forward and backward passes, compiled or eager. Waits for the device."""
+        """Return the numbers of the step's forward and backward passes. Waits for the device.
+
+        Args:
+            recover: Units that are on the recovery path in addition to those of the step.
+            sixteen: Compute all linears in 16 bits instead.
+            compiled: Run compiled blocks compiled, which is possible with the paths of the step alone.
+        """
         self.passes += 1
         with self._paths(recover, sixteen, compiled):
             return self._both()
@@ -155,7 +167,7 @@ class StepRepeater:
 
         @torch.no_grad()
         def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
-            if in_backward() or output.numel() == 0:
+            if in_backward() or output.numel() == 0:  # a recomputation, or an expert without tokens
                 return
             recovered = operator.recovered
             operator.put(self._put[operator])

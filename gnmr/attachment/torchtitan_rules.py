@@ -73,9 +73,11 @@ class ControlSection:
 def refuse(config: Any) -> None:
     """Raise UserError for a config under which norms or sets would be wrong, or a switch would have no effect."""
     parallelism, training = config.parallelism, config.training
+    # Norms would be of parts of a gradient, or sets would differ between ranks.
     for name, why in _DEGREES.items():
         if (degree := getattr(parallelism, name)) > 1:
             raise UserError(f"GnmrTrainer: parallelism.{name}={degree} is not supported, {why}; use data parallelism")
+    # Paths would not be in force where they seem to be.
     if parallelism.spmd_backend == "full_dtensor":
         raise UserError(
             "GnmrTrainer: parallelism.spmd_backend=full_dtensor keeps parameters as DTensors in the forward pass, and "
@@ -101,6 +103,7 @@ def chosen(names: Sequence[str], targets: Sequence[str], exclude: Sequence[str],
     """
     selected, _ = select(names, targets or ["layers.*"])
     excluded = {*select(names, exclude)[0]}
+    # Recipes describe GEMMs of hidden layers; a gate or head in 8 bits must be the user's explicit wish.
     with_gates = bool(targets) and not recipes
     return [name for name in selected if name not in excluded and (with_gates or not role_by_name(name))]
 
@@ -112,6 +115,7 @@ def modules_of(fqn: str) -> list[str]:
     (['layers.0.attention.qkv_linear.wk', 'layers.0.attention.qkv_linear.wv'], ['layers.0.attention.wo'])
     """
     parent, _, name = fqn.rpartition(".")
+    # torchtitan builds wk and wv from copies of one config.
     return [f"{parent}.wk", f"{parent}.wv"] if name == "wkv" else [fqn]
 
 

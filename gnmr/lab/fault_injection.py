@@ -51,6 +51,7 @@ from gnmr.formats.number_formats import Format, KeepFormat, RangeFormat
 from gnmr.formats.recipes import Cast, Recipe
 from gnmr.formats.scaling import TINY, over_max, pack, row_scale, scale_dtype, uniform_noise
 from gnmr.names import GEMMS
+from gnmr.options import one_of, positive, share, whole_number
 from gnmr.patterns import select
 from gnmr.records.reader import FaultWindow
 
@@ -70,14 +71,10 @@ class Fault:
     """Number of steps that stale_scale looks back."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r}: use one of {', '.join(KINDS)}")
-        if not 0 < self.magnitude < float("inf"):
-            raise ValueError(f"magnitude={self.magnitude}: must be a positive number")
-        if not 0 < self.rows_frac <= 1:
-            raise ValueError(f"rows_frac={self.rows_frac}: must be above 0 and at most 1")
-        if self.history < 1:
-            raise ValueError(f"history={self.history}: must be 1 or more")
+        one_of(KINDS, kind=self.kind)
+        positive(magnitude=self.magnitude)
+        share(rows_frac=self.rows_frac)
+        whole_number(history=self.history)
 
     def compress(
         self,
@@ -87,13 +84,21 @@ class Fault:
         stochastic: bool = False,
         largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compress `rows` (N, D) like `scaling.compress`, but with the fault. Does not wait for the device.
+        """Compress rows like `scaling.compress`, but with the fault. Does not wait for the device.
 
-        Returns (packed (N, row_bytes) uint8, scale (N, 1)). `largest` is the magnitude (scalar) from which stale_scale
-        takes its scale.
+        Args:
+            rows: (N, D), the activation that a linear keeps for its backward pass.
+            fmt: Format of the codes.
+            generator: Draws the hit rows, noise and bits.
+            stochastic: Round stochastically.
+            largest: Magnitude (scalar) from which stale_scale takes its scale.
+
+        Returns:
+            (packed codes (N, row_bytes) uint8, scales (N, 1)).
         """
         scaled = rows.to(torch.float32, copy=True)
-        hit = self._order(len(rows), generator)[: self._hits(len(rows))]
+        hit = self._hit_rows(len(rows), generator)
+        # The rows are divided by the broken scale, which is also the one that is stored: both passes see one error.
         scale = row_scale(scaled, fmt, scale_dtype(rows.dtype))
         stale = None if largest is None else over_max(largest, fmt)
         scale[hit] = self._scale(scale[hit].float(), stale).to(scale.dtype)
@@ -117,15 +122,24 @@ class Fault:
         generator: torch.Generator,
         largest: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """Quantize `x` (N, D) like `casting.quantize`, but with the fault. Does not wait for the device.
+        """Quantize an operand like `gnmr.formats.cast`, but with the fault. Does not wait for the device.
 
-        Returns values and scales, (N, D) float32, and statistics. See `casting` for the `reference` of delayed scales,
-        and `compress` for `largest`.
+        Args:
+            x: (N, D), the operand of a GEMM.
+            cast: The cast of the recipe.
+            contraction_dim: Dimension of `x` over which the GEMM sums.
+            reference: Reference of delayed scales.
+            generator: Draws the hit rows, noise and bits.
+            largest: Magnitude (scalar) from which stale_scale takes its scale.
+
+        Returns:
+            Values and scales, (N, D) float32, and statistics.
         """
-        fmt, count, nonfinite = cast.format, len(x), (~x.isfinite()).sum()
-        hit = self._order(count, generator)[: self._hits(count)]
+        fmt, nonfinite = cast.format, (~x.isfinite()).sum()
+        hit = self._hit_rows(len(x), generator)
         if cast.hadamard:
             x = rotated(x, contraction_dim)
+        # Rows may share a scale, so each element gets its own copy, and only the hit rows' copies are broken.
         scale, groups = scale_of_each(x, cast, contraction_dim, reference)
         lost = scale.isnan()  # these share a scale with an Inf or NaN, independent of the fault
         scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
@@ -147,12 +161,10 @@ class Fault:
         nonfinite += (~lost & ~values.isfinite()).sum()
         return values, scale, CastStats(groups, saturated, nonfinite)
 
-    def _hits(self, count: int) -> int:
-        return max(1, round(self.rows_frac * count))
-
-    def _order(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return a permutation of the rows that begins with the hit rows."""
-        return torch.randperm(count, generator=generator, device=generator.device)
+    def _hit_rows(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw the indices of the hit rows."""
+        order = torch.randperm(count, generator=generator, device=generator.device)
+        return order[: max(1, round(self.rows_frac * count))]
 
     def _scale(self, sound: Tensor, stale: Tensor | None) -> Tensor:
         """Return the broken float32 scales of the hit rows. `stale` is the scale (scalar) of the previous steps."""
@@ -170,7 +182,7 @@ class Fault:
     def _add_noise(self, scaled: Tensor, hit: Tensor, fmt: Format, generator: torch.Generator) -> None:
         if self.kind == "noise":
             rough = scaled[hit]
-            uniform = uniform_noise(rough, generator)
+            uniform = uniform_noise(rough, generator)  # in [0, 1); the noise is in units of the grid's step
             scaled[hit] = rough + (2 * uniform - 1) * self.magnitude * fmt.step(rough)
 
 
@@ -300,6 +312,7 @@ class FaultSchedule:
             self._history.copy_(self._history.roll(1, dims=1))
             self._history[:, 0] = 0
         self._step = step
+        # A seed for each step and operator: a resumed or recomputed step meets the same fault.
         armed = {i for i, spans in self._spans.items() if any(start <= step <= end for start, end in spans)}
         for (index, group), injector in zip(self._group.items(), self._injectors, strict=True):
             numbers = np.random.SeedSequence([self._seed, step, index])
@@ -387,6 +400,7 @@ def _drawn(rate: float, duration: int, steps: int, generator: np.random.Generato
     spans: list[tuple[int, int]] = []
     end = 0
     while True:
+        # The gap between windows is geometric, so that a window may begin in any step that is free.
         start = end + int(generator.geometric(1 / (1000 / rate - duration + 1)))
         if start > steps:
             return spans

@@ -59,6 +59,7 @@ class Rotary(nn.Module):
         return cos_S1K[: x_BTD.shape[1]], sin_S1K[: x_BTD.shape[1]]
 
     def _compute(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        # Angle of position t and channel pair i: t theta^(-2i/K).
         exponent = torch.arange(0, self.head_width, 2, dtype=torch.float32, device="cpu") / self.head_width
         position = torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu")
         angle = torch.outer(position, 1.0 / self.theta**exponent).unsqueeze(1)
@@ -108,7 +109,7 @@ class Attention(nn.Module):
         q_BTHK = self.q_proj(x_BTD).view(B, T, self.num_heads, self.head_width)
         k_BTGK = self.k_proj(x_BTD).view(B, T, self.num_kv_heads, self.head_width)
         v_BTGK = self.v_proj(x_BTD).view(B, T, self.num_kv_heads, self.head_width)
-        if rotary is not None:
+        if rotary is not None:  # positions enter through the angles between queries and keys
             q_BTHK, k_BTGK = rotate(q_BTHK, *rotary), rotate(k_BTGK, *rotary)
         y_BTHK = causal_attention(q_BTHK, k_BTGK, v_BTGK)
         return self.o_proj(y_BTHK.reshape(B, T, -1))
@@ -233,6 +234,7 @@ class Decoder(nn.Module):
                 parameter.fill_(1.0)
             elif not parameter.is_meta:
                 std = self.residual_std() if owner in ("o_proj", "down_proj") else self.init_std
+                # Drawn in FP32 on the generator's device, so that one seed gives one model everywhere.
                 draw = torch.empty(parameter.shape, dtype=torch.float32, device=device)
                 parameter.copy_(draw.normal_(0.0, std, generator=generator))
 

@@ -79,6 +79,7 @@ class OutlierWindow:
 
     def begin_step(self, step: int) -> None:
         """Switch the channels on or off at the borders of the window. Only these two steps may wait for the device."""
+        # Multiplying by the gain and by its reciprocal is exact for powers of two.
         wanted = self.start <= step <= self.stop
         if wanted != self.on:
             self._scale(self._gain if wanted else 1 / self._gain)
@@ -94,6 +95,7 @@ class OutlierWindow:
                 local(parameter).mul_(shard_like(rows, parameter))
             # With grouped queries, one channel of v feeds the same column of every query head of its group.
             columns = scale.view(heads[0], -1).repeat_interleave(heads[1], dim=0).flatten()
+            # Dividing the columns that read a channel undoes its gain.
             for reader in readers:
                 of_columns = columns.to(reader.weight.device).expand(reader.weight.shape)
                 local(reader.weight).div_(shard_like(of_columns, reader.weight))
@@ -120,6 +122,7 @@ def _pairs(model: Decoder) -> Iterator[tuple[nn.Module, list[nn.Linear], tuple[i
         attn, mlp = block.self_attn, block.mlp
         yield block.input_layernorm, [attn.q_proj, attn.k_proj, attn.v_proj], (1, 1)
         yield attn.v_proj, [attn.o_proj], (attn.num_kv_heads, attn.num_heads // attn.num_kv_heads)
+        # SwiGLU is linear in up, and GELU is not linear, so only SwiGLU has a pair of up and down.
         if isinstance(mlp, SwiGLU):
             yield block.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], (1, 1)
             yield mlp.up_proj, [mlp.down_proj], (1, 1)

@@ -28,6 +28,7 @@ def build_compression(config: Config, model: nn.Module, world: World) -> GreedyL
     if options.name == "none":
         return None
     with as_user_error("compression."):
+        # Several processes are the workers; one process plays all of them.
         workers = None if world.size > 1 else VirtualWorkers(options.workers or 2)
         spec = GreedyLoreSpec(
             rank=options.rank,
@@ -56,6 +57,7 @@ class HeldBack:
     def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Return the step's evidence; each tensor has shape (U,)."""
         gap = self._compressed.gap() if sums is None else sums["gap"]
+        # The gap is a square of scaled gradients.
         return {"gap_low": gap / grad_scale**2, "gap_recovery": torch.zeros_like(gap)}
 
     def reset(self) -> None:
@@ -82,6 +84,7 @@ def compressed_router(
             whole_cost=1.0,
             ranks=ranks,
         )
+    # Operators keep one path here, so nothing that compares two paths of an operator can be measured.
     of_paths = {*PATH_EVIDENCE, *PRICE_EVIDENCE, "true_gap", "micro_square"} - {*GAPS}
     if wrong := sorted(of_paths & set(controller.needs)):
         recorded = wrong[0] in config.records.evidence

@@ -110,6 +110,7 @@ class SCALE(torch.optim.Optimizer):
         assert p.grad is not None
         state, weight, direction = self.state[p], local(p), local(p.grad).float()
         if "exp_avg" in state:
+            # The head's gradient is the noisiest one, so its direction is averaged.
             average = local(state["exp_avg"])
             direction = torch.lerp(average.float(), direction, 1 - group["momentum"])
             self._replace(average, direction)
@@ -120,6 +121,7 @@ class SCALE(torch.optim.Optimizer):
             mean = (DistributedRanks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
         else:
             mean = direction.square().mean(inputs, keepdim=True)
+        # Every output gets an update of rms 1, whatever the scale of its gradient.
         update = direction / mean.sqrt().clamp(min=1e-8)
         self._replace(weight, (1 - group["lr"] * group["weight_decay"]) * weight.float() - group["lr"] * update)
         self._replace(state["step"], state["step"] + 1)
@@ -154,7 +156,7 @@ def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9)
         betas=(first, second),
         weight_decay=config.weight_decay,
     )
-    # All parameters need state, because a checkpoint includes experts that have received no token so far.
+    # All parameters need state before their first step: a checkpoint includes experts that have received no token.
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.state[p] = optimizer._first_state(p, group)

@@ -106,6 +106,7 @@ def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter
     if order == torch.inf:
         DistributedRanks().take_largest(norms)
         return norms
+    # Squares of shards add up; a replicated parameter is counted by one rank.
     counted = flags([counts(p) for p in parameters], device)
     return DistributedRanks().sum({"squares": torch.where(counted, norms.square(), 0.0)})["squares"].sqrt()
 
@@ -153,6 +154,7 @@ class AGC(Transform):
     @torch.no_grad()
     def __call__(self, context: StepContext) -> Tensor | None:
         clipped = [p for p in self.parameters if p.grad is not None and id(p) not in self._unclipped]
+        # Norms of rows, or of the whole tensor for one dimension.
         weights, gradients = _unit_norms(clipped, clipped), _unit_norms([p.grad for p in clipped], clipped)
         for p, of_weight, of_gradient in zip(clipped, weights, gradients, strict=True):
             assert p.grad is not None
@@ -173,7 +175,7 @@ def _unit_norms(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parame
     unit_norms = []
     for i, tensor in enumerate(tensors):
         assert tensor is not None
-        dims = tuple(range(1, tensor.ndim)) or None
+        dims = tuple(range(1, tensor.ndim)) or None  # None: the norm of a 1-D tensor
         rows = torch.linalg.vector_norm(local(tensor), dim=dims, keepdim=True, dtype=torch.float32)
         unit_norms.append(vector_norms.get(i, rows))
     return unit_norms
@@ -211,6 +213,7 @@ class GradientStabilizer(Transform):
     @torch.no_grad()
     def __call__(self, context: StepContext) -> Tensor | None:
         norms = tensor_norms(self.parameters)
+        # t counts per tensor: the gradients of a rarely used expert are corrected by their own number.
         seen = (norms > 0) & ~context.nonfinite
         count = self.state["count"] + 1
         mean = self.gamma1 * self.state["mean"] + (1 - self.gamma1) * norms
@@ -258,6 +261,7 @@ class StableSPAM(GradientStabilizer):
     @torch.no_grad()
     def __call__(self, context: StepContext) -> Tensor | None:
         self._reset_moments(context)
+        # AdaClip: scale down the elements above T^, the others stay.
         top = tensor_norms(self.parameters, torch.inf)
         largest = self.theta * self.state["largest"] + (1 - self.theta) * top
         bounds = largest / (1 - self.theta ** (self.state["count"] + 1))
@@ -266,6 +270,7 @@ class StableSPAM(GradientStabilizer):
                 shard = local(p.grad)
                 wide = shard.float()
                 shard.copy_(torch.where(wide.abs() > bound, wide * factor, wide))
+        # An exact zero gradient does not enter T.
         self.remember((top > 0) & ~context.nonfinite, largest=largest)
         return super().__call__(context)
 
@@ -325,6 +330,7 @@ class SkipStep(Transform):
         n = filled.sum()
         mean = values.sum(dim=1) / n  # empty places hold zeros
         variance = torch.where(filled, (values - mean[:, None]).square(), 0.0).sum(dim=1) / (n - 1)
+        # With fewer than two earlier values these are NaN, and no comparison with NaN is true.
         spike = (now - mean > self.sigmas * variance.sqrt()).any()
         skip = spike & (count + 1 >= self.min_values) & ~context.nonfinite
         ring = torch.where(self._places == count % self.window, now[:, None], values)
