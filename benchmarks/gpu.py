@@ -7,7 +7,7 @@ Each part is a process of its own under a time limit, so a part that hangs or cr
 the other parts still run. Words without a dash are overrides of the config, as for `gnmr train`.
 
     correctness  every cast (rounded to nearest) and every saved format against the CPU, element by element; FP8 GEMMs
-                 of `torch._scaled_mm` against their simulation (SQNR, dB); INT8 GEMMs against the CPU's integers
+                 of `F.scaled_mm` against their simulation (SQNR, dB); INT8 GEMMs against the CPU's integers
     speed        BF16, FP8 and saved activations, eager: arms of `paths` in step.py
     compiled     BF16 and FP8 under `torch.compile`
     controller   a step without controller, with monitoring and with the signal of GNMR

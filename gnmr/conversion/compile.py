@@ -98,10 +98,10 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
         if dtype is not None:
             x, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         context = context_kind(recipe, None, 0)
-        rows, made = x.detach().reshape(-1, x.shape[-1]), Casts()
-        x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
-        x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
-        last_read.count_once(input, made)
+        rows, casts = x.detach().reshape(-1, x.shape[-1]), Casts()
+        x_fprop = context.cast("input", rows, recipe.fprop.input, 1, casts)
+        x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, casts) if keeps else None
+        last_read.count_once(input, casts)
         output: Tensor = LinearFunction.apply(x, weight, bias, tally, context, x_fprop, x_wgrad, None)
         return output
 
@@ -120,10 +120,10 @@ class _LastRead:
         self._tensor: weakref.ref[Tensor] | None = None
         self._counted: set[Any] = set()
 
-    def count_once(self, x: Tensor, made: Casts) -> None:
-        """Mark those of the casts `made` that an earlier reader of `x` counts."""
+    def count_once(self, x: Tensor, casts: Casts) -> None:
+        """Mark those of its `casts` that an earlier reader of `x` counts."""
         if self._tensor is None or self._tensor() is not x:
             self._tensor, self._counted = weakref.ref(x), set()
-        for key, (_, stats) in made.items():
+        for key, (_, stats) in casts.items():
             stats.counted = key in self._counted
             self._counted.add(key)

@@ -174,7 +174,7 @@ class GemmContext:
 
     @always_recomputed
     def cast(
-        self, operand: str, x: Tensor, cast: Cast | None, contraction_dim: int = 1, made: Casts | None = None
+        self, operand: str, x: Tensor, cast: Cast | None, contraction_dim: int = 1, casts_of_x: Casts | None = None
     ) -> Any:
         """Return an operand of a GEMM.
 
@@ -183,7 +183,7 @@ class GemmContext:
             x: (N, D), before the cast.
             cast: the cast; None: x itself.
             contraction_dim: the dimension of x that the GEMM contracts.
-            made: the casts of the same tensor so far, from which the operand is taken, or to which it is added.
+            casts_of_x: the casts of x so far, from which the operand is taken, or to which it is added.
         """
         place = OPERANDS.index(operand)
         history = None if self.amax is None else self.amax.history
@@ -196,12 +196,12 @@ class GemmContext:
         broken = operand == "input" and self.fault is not None and _READS_INPUT[contraction_dim] not in self._sound
         if broken:
             key = *key, "broken"
-        if made is None or key not in made:
+        if casts_of_x is None or key not in casts_of_x:
             quantized = self._make(place, x, cast, contraction_dim, broken)
-            if made is not None:
-                made[key] = quantized
+            if casts_of_x is not None:
+                casts_of_x[key] = quantized
         else:
-            quantized = made[key]
+            quantized = casts_of_x[key]
         values, stats = quantized
         if self._dry_run:
             return values
@@ -241,10 +241,10 @@ class GemmContext:
 
     def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
         """Return (the weight as fprop reads it, the weight as dgrad keeps it: the same cast, or the weight itself)."""
-        made: Casts = {}
-        w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, made)
+        casts: Casts = {}
+        w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, casts)
         dgrad = self.recipe.dgrad.weight
-        same = None if dgrad is None else made.get(self.key(dgrad, 0))
+        same = None if dgrad is None else casts.get(self.key(dgrad, 0))
         return w_fprop, weight if same is None else same[0]
 
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:

@@ -87,25 +87,25 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastSt
 
     Columns with a magnitude of at least `outliers` stay unchanged; finding them waits for the device.
     """
-    x, columns, kept = _without_outliers(x, outliers)
+    x, columns, outlier_columns = _without_outliers(x, outliers)
     wide = x.to(torch.float32, copy=True)
     largest = largest_magnitude(wide, (1,))
     scale = scale_of(largest, _INT8, torch.float32)
     codes = _INT8.round(wide.div_(scale)).to(torch.int8)
     nonfinite = count_nonfinite(x, largest)
-    if kept is not None:  # delayed scales of another path look back on the whole tensor
-        largest = torch.maximum(largest, largest_magnitude(kept, (1,)).float())
-    return Integers(codes, scale, columns, kept), CastStats(largest, None, nonfinite)
+    if outlier_columns is not None:  # delayed scales of another path look back on the whole tensor
+        largest = torch.maximum(largest, largest_magnitude(outlier_columns, (1,)).float())
+    return Integers(codes, scale, columns, outlier_columns), CastStats(largest, None, nonfinite)
 
 
 def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return (`x` with 0 in the outlier columns, these columns or None, their indices or None)."""
     if threshold is None or not x.shape[0] or x.is_meta:  # a tensor without contents has no outliers
         return x, None, None
-    found = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
-    if not len(found):
+    columns = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
+    if not len(columns):
         return x, None, None
-    return x.index_fill(1, found, 0), found, x.index_select(1, found)
+    return x.index_fill(1, columns, 0), columns, x.index_select(1, columns)
 
 
 def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
@@ -115,10 +115,14 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
         if a.device.type == "cuda" and rows < _ROWS:
             a = F.pad(a, (0, 0, 0, _ROWS - rows))
         return torch._int_mm(a, b.t())[:rows]
-    sums, part = (torch.zeros(rows, b.shape[0], dtype=dtype, device=a.device) for dtype in (torch.int32, torch.float32))
-    for some, others in zip(a.split(_EXACT, dim=1), b.split(_EXACT, dim=1), strict=True):
-        torch.mm(some.float(), others.float().t(), out=part)  # with `out`, autocast leaves the product in float32
-        sums += part.to(torch.int32)
+    sums, partial_sums = (
+        torch.zeros(rows, b.shape[0], dtype=dtype, device=a.device) for dtype in (torch.int32, torch.float32)
+    )
+    for a_inputs, b_inputs in zip(a.split(_EXACT, dim=1), b.split(_EXACT, dim=1), strict=True):
+        torch.mm(
+            a_inputs.float(), b_inputs.float().t(), out=partial_sums
+        )  # with `out`, autocast leaves the product in float32
+        sums += partial_sums.to(torch.int32)
     return sums
 
 
@@ -130,10 +134,10 @@ def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device)
     if not recipe.integer:
         return f"the recipe {recipe.name} multiplies no integers, as llm_int8 does"
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
-    found = None if elsewhere else _device_missing(device)
-    if found is None and device.type == "cuda":
-        found = width_missing(linears, _MULTIPLE, "torch._int_mm", " on GPUs")
-    return found
+    lacking = None if elsewhere else _device_missing(device)
+    if lacking is None and device.type == "cuda":
+        lacking = width_missing(linears, _MULTIPLE, "torch._int_mm", " on GPUs")
+    return lacking
 
 
 @cache
@@ -143,7 +147,7 @@ def _device_missing(device: torch.device) -> str | None:
         return f"torch._int_mm runs on CPUs and NVIDIA GPUs, the model is on {device.type}"
     largest = torch.full((64, 64), 127, dtype=torch.int8, device=device)
     try:
-        sums = [int(found) for sign in (1, -1) for found in products(largest, sign * largest, True).aminmax()]
+        sums = [int(total) for sign in (1, -1) for total in products(largest, sign * largest, True).aminmax()]
     except RuntimeError as error:
         return f"torch._int_mm does not run on this {device.type} ({str(error).partition(chr(10))[0]})"
     exact = 64 * 127**2
@@ -231,16 +235,16 @@ class Int8Linear(PathLinear):
         """Make the codes that `weights` asks for; called once, when the operator is converted."""
         self.weights, self._own_dtype = weights, self.weight.dtype
         if weights == "instead":
-            own, _ = integers(self.weight.detach())
+            quantized, _ = integers(self.weight.detach())
             # Use another parameter, because another module may share this one.
-            self.weight = nn.Parameter(own.codes, requires_grad=False)
-            self.register_buffer("weight_scale", own.scale)
+            self.weight = nn.Parameter(quantized.codes, requires_grad=False)
+            self.register_buffer("weight_scale", quantized.scale)
 
     def unstore(self) -> None:
         """Undo `store` as far as possible: a weight of which only codes are left becomes codes times scale."""
         if self.weights == "instead":
-            own = Integers(self.weight, self.weight_scale)
-            self.weight = nn.Parameter(own.values(self._own_dtype), requires_grad=False)
+            quantized = Integers(self.weight, self.weight_scale)
+            self.weight = nn.Parameter(quantized.values(self._own_dtype), requires_grad=False)
             del self.weight_scale
         del self.weights, self._own_dtype
 
@@ -304,8 +308,12 @@ class Int8Linear(PathLinear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight = state_dict.get(f"{prefix}weight")
         if self.weights == "instead" and weight is not None and weight.is_floating_point():
-            own, _ = integers(weight)
-            state_dict = {**state_dict, f"{prefix}weight": own.codes, f"{prefix}weight_scale": own.scale}
+            quantized, _ = integers(weight)
+            state_dict = {
+                **state_dict,
+                f"{prefix}weight": quantized.codes,
+                f"{prefix}weight_scale": quantized.scale,
+            }
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

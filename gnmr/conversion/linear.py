@@ -188,8 +188,9 @@ class PathLinear(nn.Linear):
 
     def _fits_graph(self, input: Tensor) -> bool:
         """Return whether no probe or fault is active, and casts can be counted in a backward pass."""
-        measuring = [one for one in (self.shared.probe, self.shared.prices) if one is not None and one.enabled]
-        disturbed = self.fault is not None or bool(measuring) or self.shared.watch is not None
+        observers = (self.shared.probe, self.shared.prices)
+        measuring = any(observer is not None and observer.enabled for observer in observers)
+        disturbed = self.fault is not None or measuring or self.shared.watch is not None
         disturbed = disturbed or input.is_nested or is_sharded(input, self.weight)  # refused between graphs
         counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
         return counts and not disturbed and input.numel() > 0
@@ -316,12 +317,12 @@ class PathLinear(nn.Linear):
         sound: frozenset[str] = frozenset() if fault is None else begun.sound
         broken = None if sound >= {"fprop", "wgrad"} else fault  # the GEMMs that read the input
         context = self.gemm_context(recipe, fault=broken, sound=sound, begun=begun)
-        rows, made = x.detach().reshape(-1, x.shape[-1]), context.casts_of(read, x.dtype)
-        x_fprop = context.cast("input", rows, recipe.fprop.input, 1, made)
-        x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, made) if keeps else None
+        rows, casts = x.detach().reshape(-1, x.shape[-1]), context.casts_of(read, x.dtype)
+        x_fprop = context.cast("input", rows, recipe.fprop.input, 1, casts)
+        x_wgrad = context.cast("input", rows, recipe.wgrad.input, 0, casts) if keeps else None
         measurement = None
         if keeps and probe is not None and probe.enabled:
-            measurement = always_recomputed(probe.measure_casts)(self.index, read, fault, rows, context, made)
+            measurement = always_recomputed(probe.measure_casts)(self.index, read, fault, rows, context, casts)
         return Operands(context, x_fprop, x_wgrad, measurement, context.kept_by(read, x_wgrad))
 
     def _compressed_operands(self, fmt: Format, begun: Pass, arguments: Arguments, quantizes: bool) -> Operands:
@@ -375,7 +376,7 @@ class PathLinear(nn.Linear):
         return f"{super().extra_repr()}, low={self.low.name}, recovery={recovery}"
 
 
-def exchange_class(module: nn.Module, made: type[nn.Module]) -> None:
+def exchange_class(module: nn.Module, new_class: type[nn.Module]) -> None:
     """Give the module another class. Attributes of the instance that are the old class's forward follow.
 
     Hooks that replace `module.forward` (accelerate) keep the forward that they call in such an attribute.
@@ -383,8 +384,8 @@ def exchange_class(module: nn.Module, made: type[nn.Module]) -> None:
     before = type(module).forward
     for name, value in vars(module).items():
         if isinstance(value, MethodType) and value.__self__ is module and value.__func__ is before:
-            vars(module)[name] = MethodType(made.forward, module)
-    module.__class__ = made
+            vars(module)[name] = MethodType(new_class.forward, module)
+    module.__class__ = new_class
 
 
 def hides_class(module: nn.Module) -> bool:

@@ -173,6 +173,6 @@ def _regions() -> tuple[list[Any], Any]:
         repeated = next((value for value in referents if hasattr(value, "weak_holders")), None)
         taken_off.append(saved_tensors_hooks(*hooks))
         taken_off[-1].__exit__()
-    for hooks in reversed(taken_off):
-        hooks.__enter__()
+    for pair in reversed(taken_off):
+        pair.__enter__()
     return running, repeated

@@ -50,12 +50,12 @@ class Read:
     """
 
     def __init__(self, x: Tensor, reader: str, index: int) -> None:
-        own = weakref.ref(self)
+        this = weakref.ref(self)
 
         def let_go(_: object) -> None:
-            if (read := own()) is not None:
-                for known in (read.copies, read.casts, read.measured):
-                    known.clear()
+            if (read := this()) is not None:
+                for results in (read.copies, read.casts, read.measured):
+                    results.clear()
 
         self._tensor = weakref.ref(x, let_go)
         self._version = -1 if x.is_inference() else x._version

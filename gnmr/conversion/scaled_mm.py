@@ -104,9 +104,9 @@ def _device_missing(device: torch.device | None, recipe: Recipe, auto: bool) -> 
             return f"{needs}, the model is on {device.type}"
         if torch.version.hip is not None:  # its compute capabilities and FP8 formats differ
             return f"{needs}, this one is AMD's"
-        found = torch.cuda.get_device_capability(device)
-        if found < capability or (kind == "tile" and found > capability):
-            return f"{needs}, this one has {found[0]}.{found[1]}"
+        present = torch.cuda.get_device_capability(device)
+        if present < capability or (kind == "tile" and present > capability):
+            return f"{needs}, this one has {present[0]}.{present[1]}"
         if kind == "tile" and tuple(map(int, (torch.version.cuda or "0").split(".")[:2])) < _TILE_CUDA:
             return f"needs a PyTorch of CUDA 12.9 or newer for its tiles, this one has {torch.version.cuda}"
     return None
@@ -123,7 +123,7 @@ def cpu_missing() -> str | None:
     weight = zeros.to(torch.float8_e4m3fn)
     try:
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):  # two E4M3 and a mixed pair have different kernels
-            torch._scaled_mm(zeros.to(dtype), weight.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32)
+            _tensor_product(zeros.to(dtype), weight, scale, scale, torch.float32)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]  # advice for developers of oneDNN follows
         return f"PyTorch cannot multiply FP8 matrices on this CPU ({reason})"
@@ -158,7 +158,7 @@ class Codes(NamedTuple):
         scale = self.scale
         for dim, count in enumerate(self.scale.shape):
             size = self.codes.shape[dim]
-            length = next(each for each in (1, TILE) if -(-size // each) == count)
+            length = next(length for length in (1, TILE) if -(-size // length) == count)
             if length > 1:
                 scale = scale.repeat_interleave(length, dim).narrow(dim, 0, size)
         return self.codes.float() * scale
@@ -174,25 +174,31 @@ def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
     # Rows of a and columns of b are contiguous, with their padding.
     rows, columns = a.codes.contiguous(), b.codes.t().contiguous()
     if short := -rows.shape[1] % MULTIPLE:
-        rows, columns = (_filled(each, 0, short) for each in (rows, columns))
-    return torch._scaled_mm(rows, columns.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
+        rows, columns = (_filled(codes, 0, short) for codes in (rows, columns))
+    return _tensor_product(rows, columns, a.scale, b.scale, dtype)
+
+
+def _tensor_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product of codes a (M, K) and the transpose of codes b (N, K), each with one scale."""
+    per_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b.t(), scale_a.view(1), per_tensor, scale_b.view(1), per_tensor, output_dtype=dtype)
 
 
 def _group_product(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     """Return the product of a (M, K) and the transpose of b (N, K), whose groups lie along K."""
     count, groups = len(a.codes), a.scale.shape[1]
     lines = TILE if _is_block(a) else MULTIPLE
-    found = []
-    for each, fill in ((a, -count % lines), (b, 0)):
-        codes = _filled(each.codes.contiguous(), fill, groups * TILE - each.codes.shape[1])
-        if _is_block(each):
-            found.append((codes, _block(each.scale), F.ScalingType.BlockWise128x128))
+    operands = []
+    for operand, fill in ((a, -count % lines), (b, 0)):
+        codes = _filled(operand.codes.contiguous(), fill, groups * TILE - operand.codes.shape[1])
+        if _is_block(operand):
+            operands.append((codes, _block(operand.scale), F.ScalingType.BlockWise128x128))
         else:
-            found.append((codes, _tile(each.scale, len(codes)), F.ScalingType.BlockWise1x128))
-    (rows, scale_a, scaling_a), (columns, scale_b, scaling_b) = found
+            operands.append((codes, _tile(operand.scale, len(codes)), F.ScalingType.BlockWise1x128))
+    (rows, scale_a, scaling_a), (columns, scale_b, scaling_b) = operands
     plain = F.SwizzleType.NO_SWIZZLE
-    whole = F.scaled_mm(rows, columns.t(), scale_a, scaling_a, scale_b, scaling_b, plain, plain, output_dtype=dtype)
-    return whole[:count]
+    filled = F.scaled_mm(rows, columns.t(), scale_a, scaling_a, scale_b, scaling_b, plain, plain, output_dtype=dtype)
+    return filled[:count]
 
 
 def _is_block(a: Codes) -> bool:

@@ -56,8 +56,8 @@ class FaultInjection(Protocol):
 class Measurement(Protocol):
     """A measurement that began in a forward pass and ends in its backward pass."""
 
-    def add(self, grad_2d: Tensor, context: Any = None, made: Casts | None = None) -> None:
-        """Add grad_output (T, O) of the pass; under a recipe `made` holds the casts of it by `context`."""
+    def add(self, grad_2d: Tensor, context: Any = None, casts: Casts | None = None) -> None:
+        """Add grad_output (T, O) of the pass; under a recipe `casts` are its casts by `context`."""
 
 
 class Observer(Protocol):
@@ -71,9 +71,9 @@ class Observer(Protocol):
         """Measure under a format: `x` is `input` after autocast's cast, and `copy` is what backward will read of it."""
 
     def measure_casts(
-        self, index: int, read: Read, fault: FaultInjection | None, rows: Tensor, context: Any, made: Casts
+        self, index: int, read: Read, fault: FaultInjection | None, rows: Tensor, context: Any, casts: Casts
     ) -> Measurement:
-        """Measure under a recipe: `rows` (T, D) are the input, and `made` its casts by the `GemmContext`."""
+        """Measure under a recipe: `rows` (T, D) are the input, and `casts` its casts by the `GemmContext`."""
 
 
 class PriceObserver(Protocol):

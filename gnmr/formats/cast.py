@@ -148,7 +148,7 @@ def _quantize(
             continue
         # CPUs are slow between two dtypes.
         wide = piece.float() if scaled is None or piece.dtype == torch.float32 else scaled.copy_(piece)
-        if limit is not None:
+        if limit is not None and saturated is not None:
             # The mask is 1.0 or 0.0, because bool is much slower on CPUs.
             beyond = torch.abs(wide, out=room).gt_(limit if cast.one_scale else limit[rows])
             saturated += beyond.sum((1, 2, 3)).sum(dtype=torch.int64)
@@ -341,9 +341,9 @@ def _four_or_six(
     if pieces is None:
         return six
     over, at_once, chosen = torch.full_like(of_tensor, _TOP_OF_FOUR_OVER_SIX * fmt.max), len(pieces[0]), []
-    for piece, *both in zip(pieces, six.split(at_once), four.split(at_once), strict=True):
+    for piece, *choices in zip(pieces, six.split(at_once), four.split(at_once), strict=True):
         x, errors = piece.float(), []
-        for numbers in both:
+        for numbers in choices:
             values = fmt.round((x * _inverse(numbers * encode.reciprocal())).clamp_(-fmt.max, fmt.max))
             error = values.mul_(numbers).mul_(of_tensor).div_(over).sub_(x).abs_()
             if error.shape[3] == 1:
@@ -352,7 +352,7 @@ def _four_or_six(
             while total.shape[1] > 1:
                 total = torch.add(*total.chunk(2, dim=1))
             errors.append(total.unsqueeze(3))
-        chosen.append(torch.where(errors[1] < errors[0], both[1], both[0]))
+        chosen.append(torch.where(errors[1] < errors[0], choices[1], choices[0]))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
 
@@ -372,11 +372,11 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
     # Groups have the shape (groups, 16, D), or (groups, 16) within lines.
     groups = x.reshape(-1, HADAMARD, x.shape[1]) if contraction_dim == 0 else x.reshape(-1, HADAMARD)
     dtype = rotated_dtype(x.dtype)
-    found = torch.empty_like(groups, dtype=dtype, memory_format=torch.contiguous_format)
+    rotated_groups = torch.empty_like(groups, dtype=dtype, memory_format=torch.contiguous_format)
     at_once = max(1, (_AT_ONCE if x.device.type == "cpu" else _MOST) // max(1, groups[:1].numel()))
-    wide = torch.empty_like(found[:at_once], dtype=torch.float32)
+    wide = torch.empty_like(rotated_groups[:at_once], dtype=torch.float32)
     turned = torch.empty_like(wide)
-    for piece, out in zip(groups.split(at_once), found.split(at_once), strict=True):
+    for piece, out in zip(groups.split(at_once), rotated_groups.split(at_once), strict=True):
         worked, result = wide[: len(piece)].copy_(piece), turned[: len(piece)]
         # With `out`, autocast leaves the product in float32.
         if contraction_dim == 0:
@@ -384,7 +384,7 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
         else:
             torch.mm(worked, matrix.t(), out=result)
         out.copy_(result)
-    return found.view(x.shape)
+    return rotated_groups.view(x.shape)
 
 
 def rotated_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -129,16 +129,16 @@ class AmaxHistory:
         self._written = True
         self.counts.add_(counts.long())
 
-    def write(self, operator: int, found: Iterable[tuple[int, CastStats]], largest: dict[int, Tensor]) -> None:
+    def write(self, operator: int, casts: Iterable[tuple[int, CastStats]], largest: dict[int, Tensor]) -> None:
         """Record one forward and backward pass of `operator`.
 
         Args:
             operator: its index.
-            found: (operand, statistics) of its casts. A cast counts once, however many operators read it.
+            casts: (operand, statistics) of its casts. A cast counts once, however many operators read it.
             largest: the largest magnitude by operand.
         """
         self._written = True
-        for operand, stats in found:
+        for operand, stats in casts:
             if stats.counted:
                 continue
             stats.counted = True

@@ -195,16 +195,16 @@ class Cast:
         fmt = get_format(name)
         if isinstance(fmt, KeepFormat) and not scale:
             return None
-        found: dict[str, Any] = {}
-        for each in more:
-            key = each if each in ("codes", "hadamard", "stochastic") else "history"
-            if key in found or (key == "history" and not (scale == "delayed" and each.isdecimal())):
+        options: dict[str, Any] = {}
+        for option in more:
+            key = option if option in ("codes", "hadamard", "stochastic") else "history"
+            if key in options or (key == "history" and not (scale == "delayed" and option.isdecimal())):
                 raise ValueError(
                     f"{word}: after the scale comes the history of delayed, a number, or one of codes, hadamard or "
                     "stochastic"
                 )
-            found[key] = int(each) if key == "history" else True
-        return Cast(fmt, scale, **found)
+            options[key] = int(option) if key == "history" else True
+        return Cast(fmt, scale, **options)
 
     @property
     def granularity(self) -> Granularity:
@@ -294,22 +294,22 @@ class Recipe:
             raise ValueError(
                 f"recipe {name}: is a {'format' if name in FORMATS else 'recipe'} already; name it otherwise"
             )
-        made: dict[str, Any] = {}
+        gemms_of_recipe: dict[str, Any] = {}
         for gemm, words in _mapping(name, gemms, "{gemm: {operand: cast}}, as {fprop: {input: e4m3/tile}}").items():
             if gemm not in GEMMS:
                 raise ValueError(f"recipe {name}: {gemm!r} is not a GEMM: use {', '.join(GEMMS)}")
             for operand, word in _mapping(f"{name}: {gemm}", words, "{operand: cast}, as {input: e4m3/tile}").items():
-                if operand not in (known := (*READS[gemm], "result")):
-                    raise ValueError(f"recipe {name}: {gemm} has no {operand!r}: use {', '.join(known)}")
+                if operand not in (operands := (*READS[gemm], "result")):
+                    raise ValueError(f"recipe {name}: {gemm} has no {operand!r}: use {', '.join(operands)}")
                 if not isinstance(word, str):
                     raise ValueError(
                         f"recipe {name}: {gemm}.{operand}={word}: must be a word such as e4m3/tile, or bf16"
                     )
             try:
-                made[gemm] = Gemm.of(**words)
+                gemms_of_recipe[gemm] = Gemm.of(**words)
             except ValueError as error:
                 raise ValueError(f"recipe {name}: {gemm}: {error}") from error
-        return Recipe(name, **made)
+        return Recipe(name, **gemms_of_recipe)
 
     def __post_init__(self) -> None:
         for name, operands in READS.items():
@@ -395,10 +395,10 @@ class Recipe:
         return needed[0], needed[1]
 
 
-def _mapping(what: str, given: Mapping[str, Any], form: str) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"recipe {what}={given}: must be {form}")
-    return given
+def _mapping(place: str, value: Mapping[str, Any], form: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"recipe {place}={value}: must be {form}")
+    return value
 
 
 def _recipe(name: str, words: vocabulary.Words) -> Recipe:

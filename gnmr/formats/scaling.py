@@ -76,8 +76,8 @@ def _ranges(rows: Tensor, fmt: RangeFormat, dtype: torch.dtype) -> Tensor:
     `rows` is float32. A row with a NaN or an Inf gives NaN.
     """
     short = -rows.shape[1] % fmt.group
-    whole = torch.cat([rows, rows[:, -1:].expand(-1, short)], dim=1) if short else rows
-    low, high = torch.aminmax(whole.view(len(rows), -1, fmt.group), dim=2)
+    complete = torch.cat([rows, rows[:, -1:].expand(-1, short)], dim=1) if short else rows
+    low, high = torch.aminmax(complete.view(len(rows), -1, fmt.group), dim=2)
     step = over_max(high, fmt).sub_(over_max(low, fmt)).clamp_(min=TINY)  # subtracting first could overflow
     step += nan_unless_finite(largest_magnitude(rows, (1,)))
     return torch.cat([step, low], dim=1).to(dtype)
@@ -85,7 +85,7 @@ def _ranges(rows: Tensor, fmt: RangeFormat, dtype: torch.dtype) -> Tensor:
 
 def _of_each(scale: Tensor, fmt: RangeFormat, width: int) -> tuple[Tensor, Tensor]:
     """Return the step and the smallest value of each element, (N, width) both, from the result of `_ranges`."""
-    step, low = (part.repeat_interleave(fmt.group, dim=1)[:, :width] for part in scale.chunk(2, dim=1))
+    step, low = (numbers.repeat_interleave(fmt.group, dim=1)[:, :width] for numbers in scale.chunk(2, dim=1))
     return step, low
 
 
@@ -197,12 +197,12 @@ def _planes(bits: int) -> tuple[int, ...]:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack (N, D) codes (uint8, below 2^bits) into (N, row_bytes) uint8."""
-    parts, low = [], 0
+    packed_planes, low = [], 0
     for plane in _planes(bits):
-        part = codes if plane == bits else (codes >> low) & (2**plane - 1)
-        parts.append(_pack_plane(part, plane))
+        bits_of_plane = codes if plane == bits else (codes >> low) & (2**plane - 1)
+        packed_planes.append(_pack_plane(bits_of_plane, plane))
         low += plane
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return packed_planes[0] if len(packed_planes) == 1 else torch.cat(packed_planes, dim=1)
 
 
 def _pack_plane(codes: Tensor, bits: int) -> Tensor:
@@ -214,8 +214,8 @@ def _pack_plane(codes: Tensor, bits: int) -> Tensor:
     # Byte j holds the codes j, j + columns, j + 2 columns, ...: contiguous slices suit vector units.
     packed = codes[:, :columns].clone()
     for k in range(1, per_byte):
-        part = codes[:, k * columns : (k + 1) * columns]
-        packed[:, : part.shape[1]] |= part << (k * bits)
+        slice_k = codes[:, k * columns : (k + 1) * columns]
+        packed[:, : slice_k.shape[1]] |= slice_k << (k * bits)
     return packed
 
 
@@ -225,8 +225,8 @@ def unpack(packed: Tensor, bits: int, width: int) -> Tensor:
     start, low = 0, 0
     for plane in _planes(bits):
         size = -(-width * plane // 8)
-        part = _unpack_plane(packed[:, start : start + size], plane, width)
-        codes = part if codes is None else codes | (part << low)
+        bits_of_plane = _unpack_plane(packed[:, start : start + size], plane, width)
+        codes = bits_of_plane if codes is None else codes | (bits_of_plane << low)
         start, low = start + size, low + plane
     assert codes is not None
     return codes
@@ -239,7 +239,7 @@ def _unpack_plane(packed: Tensor, bits: int, width: int) -> Tensor:
     codes = packed.new_empty(packed.shape[0], width)
     columns = packed.shape[1]
     for k in range(per_byte):
-        part = codes[:, k * columns : (k + 1) * columns]
-        if part.shape[1]:
-            torch.bitwise_and(packed[:, : part.shape[1]] >> (k * bits), 2**bits - 1, out=part)
+        slice_k = codes[:, k * columns : (k + 1) * columns]
+        if slice_k.shape[1]:
+            torch.bitwise_and(packed[:, : slice_k.shape[1]] >> (k * bits), 2**bits - 1, out=slice_k)
     return codes

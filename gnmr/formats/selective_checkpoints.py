@@ -32,14 +32,14 @@ def always_recomputed(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         for _ in modes:
             dispatch._pop_mode()
-        others = [mode for mode in modes if not isinstance(mode, _CACHES)]
+        without_caches = [mode for mode in modes if not isinstance(mode, _CACHES)]
         try:
-            for mode in others:
+            for mode in without_caches:
                 dispatch._push_mode(mode)
             try:
                 return function(*args, **kwargs)
             finally:
-                for _ in others:
+                for _ in without_caches:
                     dispatch._pop_mode()
         finally:
             for mode in modes:

@@ -149,7 +149,7 @@ def test_a_cpu_that_refuses_fp8_products_is_told_when_the_model_is_converted(
             raise RuntimeError("could not create a primitive descriptor. Run with ONEDNN_VERBOSE=all\nsecond line")
         return torch.zeros(16, 16)
 
-    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
     scaled_mm.cpu_missing.cache_clear()
     try:
         net = nn.Sequential(nn.Linear(32, 48))
