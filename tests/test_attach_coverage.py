@@ -245,11 +245,6 @@ def compiled_outside(model: Model) -> Callable[[Tensor], Tensor]:
     return torch.compile(model, backend="eager")
 
 
-def compiled_in_place(model: Model) -> Callable[[Tensor], Tensor]:
-    model.layers[0].compile(backend="eager")
-    return model
-
-
 def compiled_in_part(model: Model) -> Callable[[Tensor], Tensor]:
     """Its head is called eagerly, and so counted."""
     layers = torch.compile(nn.Sequential(model.table, *model.layers), backend="eager")
@@ -262,19 +257,12 @@ def forward_compiled(model: Model) -> Callable[[Tensor], Tensor]:
     return model
 
 
-def loss_compiled(model: Model) -> Callable[[Tensor], Tensor]:
-    scaled = torch.compile(lambda loss: 2 * loss, backend="eager")
-    return lambda tokens: scaled(model(tokens))
-
-
 @pytest.mark.parametrize(
     ("compiled", "counts"),
     [
         (compiled_outside, False),
-        pytest.param(compiled_in_place, False, marks=pytest.mark.slow),
         pytest.param(compiled_in_part, False, marks=pytest.mark.slow),
         (forward_compiled, True),
-        pytest.param(loss_compiled, True, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_passes_are_counted_right_or_it_is_said(

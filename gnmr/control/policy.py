@@ -48,7 +48,7 @@ class Budget(NamedTuple):
         return cls(most * (1 + 1e-9), np.array(costs, dtype=np.float64))
 
 
-class Choice(NamedTuple):
+class SetChoice(NamedTuple):
     """The result of `decide`; arrays over the U units, in unit order unless stated otherwise."""
 
     candidate: np.ndarray
@@ -74,7 +74,7 @@ def decide(
     t_lock: int,
     trigger: float = 1.0,
     budget: Budget | None = None,
-) -> Choice:
+) -> SetChoice:
     """Take one step of Algorithm 2.
 
     Args:
@@ -109,16 +109,16 @@ def decide(
     rank[order] = rank.copy()
     active = candidate & (rank < max_o) if budget is None else _filled(candidate, order, max_o, budget)
     next_lock = np.where(over, t_lock, np.maximum(lock - 1, 0))
-    return Choice(candidate, active, np.where(active, next_lock, 0), rank)
+    return SetChoice(candidate, active, np.where(active, next_lock, 0), rank)
 
 
 @cache
-def _nobody(number: int) -> Choice:
+def _nobody(number: int) -> SetChoice:
     """Return the choice among so many units without a candidate; its arrays are read-only."""
     none, lock, rank = np.zeros(number, dtype=bool), np.zeros(number, dtype=np.int64), np.arange(number)
     for array in (none, lock, rank):
         array.setflags(write=False)
-    return Choice(none, none, lock, rank)
+    return SetChoice(none, none, lock, rank)
 
 
 def _filled(candidate: np.ndarray, order: np.ndarray, max_o: int, budget: Budget) -> np.ndarray:
@@ -166,7 +166,9 @@ class ActiveSet:
             for switch in filter(None, self._switches):
                 switch(False)
 
-    def choose(self, risk: np.ndarray, observed: np.ndarray, step: int, trigger: float, keep: bool = False) -> Choice:
+    def choose(
+        self, risk: np.ndarray, observed: np.ndarray, step: int, trigger: float, keep: bool = False
+    ) -> SetChoice:
         """Return the choice of a step; `move` puts it into force.
 
         Args:
@@ -178,7 +180,7 @@ class ActiveSet:
         """
         spec = self._spec
         if step < spec.warmup_steps:
-            return Choice(np.zeros_like(observed), self.recoverable, self.lock, np.arange(len(risk)))
+            return SetChoice(np.zeros_like(observed), self.recoverable, self.lock, np.arange(len(risk)))
         choice = self._decide(risk, observed, trigger)
         if (step - max(spec.warmup_steps, 1)) % spec.hold:
             choice = self._held(choice, risk, observed)
@@ -227,11 +229,11 @@ class ActiveSet:
             raise
         self.active = active
 
-    def _decide(self, risk: np.ndarray, observed: np.ndarray, trigger: float) -> Choice:
+    def _decide(self, risk: np.ndarray, observed: np.ndarray, trigger: float) -> SetChoice:
         spec = self._spec
         return decide(risk, observed, self.recoverable, self.lock, spec.max_o, spec.t_lock, trigger, self.budget)
 
-    def _held(self, choice: Choice, risk: np.ndarray, observed: np.ndarray) -> Choice:
+    def _held(self, choice: SetChoice, risk: np.ndarray, observed: np.ndarray) -> SetChoice:
         """Return the set in force and the units whose risk is not finite, by rank up to the cap."""
         # Between two decisions only a risk that is not finite may enter, in place of the least risky unit.
         urgent = np.isinf(risk) & observed & self.recoverable
