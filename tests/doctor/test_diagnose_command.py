@@ -136,14 +136,11 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["budget=some"], "budget=some: must be extra GEMM time, a share above 0"),
         (["times=8"], "times=8: must be BITS:TIME or RECIPE:TIME, a time above 0"),
-        (["times=8:2,8:3"], "times=8:3: 8 has a time already"),
         (
             ["plan=other.json"],
             "plan: was made for another model (1 operator, here 7; no layers.0.up_proj here)",
         ),
-        (["plan=other.json", "recipe=int4"], "recipe: the plan says which; leave one of them out"),
         (["batches=90000"], "needs 90002: batches=90000 and 2 held out, of 1 each; use more text, or a smaller block"),
         (["block=17"], "block=17: the model reads at most 16 tokens"),
         (["data=nowhere.txt"], "data=nowhere.txt: there is no such file"),
@@ -154,10 +151,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
         (["second"], "diagnose: name one run folder or checkpoint"),
         (["recipe=nvfp4,*.up_proj"], "recipe=*.up_proj: must be PATTERN:RECIPE after the first recipe"),
         (["recipe=nvfp4,*:bf16"], "recipe=*:bf16: * is what the first recipe, nvfp4, is for"),
-        (["targets=up_proj,lost"], "targets ['lost']: no linear has such a name"),
         (["targets=[]"], "targets=[]: needs at least one pattern"),
-        (["targets=lm_head"], "targets ['lm_head']: recipes keep lm_head in 16 bits"),
-        (["exclude=*"], "exclude ['*']: no linear is left to convert"),
         (["against=fp8_hybrid", "gate=nan"], "gate=nan: must be nats of KL per token, a number above 0"),
         (["kv_cast=no"], "kv_cast=no: format 'no' is not known"),
     ],

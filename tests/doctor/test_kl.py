@@ -67,6 +67,18 @@ def kl_by_hand(high: Tensor, low: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
+def kls_of(model: nn.Module, batches: Sequence[Tensor], alone: str | None = None, **spec: Any) -> list[Tensor]:
+    """KLs (S, T) of each batch by plain passes, with everything on the low path or one operator alone."""
+    with torch.no_grad():
+        high = [model(batch) for batch in batches]
+        converted = convert(model, PathSpec(**{"low": "sim_e2m1", "recovery": "bf16"} | spec, backend="simulated"))
+        for operator in converted.operators:
+            operator.switch(alone is not None and operator.operator_name != alone)
+        low = [model(batch) for batch in batches]
+        converted.restore()
+    return [kl_by_hand(*both) for both in zip(high, low, strict=True)]
+
+
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5])
 def test_the_divergence_is_that_of_its_definition_down_to_what_float32_holds(size: float) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -168,43 +180,13 @@ def test_by_sequence_and_drawn_labels_the_price_is_the_exact_quadratic_form() ->
     assert np.abs(np.log(sums["fprop"] / exact)).max() > 0.2
 
 
-class Rows(Mixer):
-    """The same, whose MLP is given rows without sequences, as `Conv1D` and the MLP of OPT are."""
-
-    def forward(self, tokens_ST: Tensor) -> Tensor:
-        h = self.embed(tokens_ST)
-        for layer in self.layers:
-            q, k, v = (layer[name](h) for name in ("q_proj", "k_proj", "v_proj"))
-            h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            h = h + torch.tanh(layer["up_proj"](h.flatten(0, 1))).view_as(h)
-        return self.head(h)
-
-
-def test_rows_in_the_order_of_the_predictions_belong_to_their_sequences() -> None:
-    usual, flat = (diagnosed(one().eval(), confirm=0, held_out=[]) for one in (Mixer, Rows))
-    for a, b in zip(usual.rows, flat.rows, strict=True):
-        assert (a.by_token, a.by_sequence) == pytest.approx((b.by_token, b.by_sequence), rel=1e-4)
-
-
 def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     model = Mixer().eval()
     found = diagnosed(model, confirm=3)
-    batches, others = batches_of(4), batches_of(2, seed=2)
-    with torch.no_grad():
-        high, high_others = [model(batch) for batch in batches], [model(batch) for batch in others]
-        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
-        low = torch.cat([kl_by_hand(a, model(batch)).mean(1) for a, batch in zip(high, batches, strict=True)])
-        alone = {}
-        for operator in converted.operators:
-            for other in converted.operators:
-                other.switch(other is not operator)
-            both = zip(high[:2], batches[:2], strict=True)
-            alone[operator.operator_name] = float(torch.cat([kl_by_hand(a, model(b)).mean(1) for a, b in both]).mean())
-        converted.restore()
-        pins = found.plan().paths()
-        converted = convert(model, PathSpec(**pins, backend="simulated"))
-        left = torch.cat([kl_by_hand(a, model(b)).mean(1) for a, b in zip(high_others, others, strict=True)])
-        converted.restore()
+    batches, held_out = batches_of(4), batches_of(2, seed=2)
+    low = torch.cat(kls_of(model, batches)).mean(1)
+    alone = {name: float(torch.cat(kls_of(model, batches[:2], name)).mean()) for name in found.operators}
+    left = torch.cat(kls_of(model, held_out, **found.plan().paths()))
     assert found.measured.kl == pytest.approx(float(low.mean()), rel=1e-4)
     assert found.measured.kl_error == pytest.approx(float(low.std() / 4), rel=1e-3) and found.measured.sequences == 16
     assert (found.measured.high, found.measured.cost) == (None, None), "there are no targets"
@@ -235,24 +217,6 @@ def test_the_default_device_changes_no_diagnosis() -> None:
         torch.set_default_device(None)
     assert found.measured.kl == expected.measured.kl
     assert [row.value for row in found.rows] == [row.value for row in expected.rows]
-
-
-def test_sequences_of_different_lengths_count_by_their_tokens() -> None:
-    model, batches = Mixer().eval(), batches_of(4)
-    lengths = torch.tensor([1, 3, LENGTH, 5])
-    padding = torch.arange(LENGTH) >= lengths[:, None]
-    targets = [batch.masked_fill(padding, IGNORED) for batch in batches]
-    padded = list(zip(batches, targets, strict=True))
-    found = diagnosed(model, batches=padded, run=lambda batch: (model(batch[0]), batch[1]), held_out=[], confirm=0)
-    with torch.no_grad():
-        high = [model(batch) for batch in batches]
-        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
-        each = torch.cat([kl_by_hand(a, model(b)).masked_fill(padding, 0) for a, b in zip(high, batches, strict=True)])
-        converted.restore()
-    mean, counts = each.sum() / (4 * lengths.sum()), lengths.repeat(4)
-    spread = ((each.sum(1) - mean * counts).square().mean() / 16) ** 0.5 / counts.double().mean()
-    assert found.measured.kl == pytest.approx(float(mean), rel=1e-4)
-    assert found.measured.kl_error == pytest.approx(float(spread), rel=0.1), "the standard error of a ratio"
 
 
 def test_forty_sequences_are_told_apart_in_float16() -> None:
@@ -286,53 +250,34 @@ def in_batches(split: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [padded(SENTENCES[start : start + size]) for start, size in zip(starts, split, strict=False)]
 
 
-SLOW = [pytest.param(returns, marks=pytest.mark.slow) for returns in ("output", "loss")]
-
-
-@pytest.mark.parametrize("returns", ["targets", *SLOW])
-def test_any_split_into_batches_gives_the_same_averages(returns: str) -> None:
+def test_any_split_into_batches_gives_the_same_averages() -> None:
     """KL, losses and prices are means over the tokens that count, of all batches."""
     model = Mixer().eval()
-
-    class Result:
-        def __init__(self, tokens: Tensor, targets: Tensor) -> None:
-            self.logits = model(tokens)
-            self.loss = F.cross_entropy(self.logits.flatten(0, 1), targets.flatten())
-
-    runs: dict[str, Any] = {
-        "targets": lambda batch: (model(batch[0]), batch[1]),
-        "output": lambda batch: Result(*batch),
-        "loss": lambda batch: Result(*batch).loss,
-    }
-    options: Any = {"run": runs[returns], "confirm": 0, "rescue": "bf16"}
+    options: Any = {"run": lambda batch: (model(batch[0]), batch[1]), "confirm": 0, "rescue": "bf16"}
     found = [
         diagnosed(model, batches=in_batches(split), held_out=in_batches(split)[::-1], **options) for split in SPLITS
     ]
     kl, loss = kls_by_hand(model, SENTENCES)
-    for one in found:
-        if returns != "loss":
-            assert one.measured.kl == pytest.approx(kl, rel=1e-4)
-            assert one.remaining["last"].kl == pytest.approx(found[0].remaining["last"].kl, rel=1e-4)
-        assert one.measured.high == pytest.approx(loss, rel=1e-5)
-        assert one.held_out.cost == pytest.approx(one.measured.cost, abs=1e-5)
-        for row, same in zip(one.rows, found[0].rows, strict=True):
+    for diagnosis_of_split in found:
+        assert diagnosis_of_split.measured.kl == pytest.approx(kl, rel=1e-4)
+        assert diagnosis_of_split.remaining["last"].kl == pytest.approx(found[0].remaining["last"].kl, rel=1e-4)
+        assert diagnosis_of_split.measured.high == pytest.approx(loss, rel=1e-5)
+        assert diagnosis_of_split.held_out.cost == pytest.approx(diagnosis_of_split.measured.cost, abs=1e-5)
+        for row, same in zip(diagnosis_of_split.rows, found[0].rows, strict=True):
             if row.gemm == "fprop":
-                assert row.by_token == pytest.approx(same.by_token, rel=1e-4)
-                assert row.value == pytest.approx(same.value, rel=1e-4)
+                assert (row.by_token, row.value) == pytest.approx((same.by_token, same.value), rel=1e-4)
 
 
 def kls_by_hand(model: nn.Module, sentences: list[tuple[int, int]]) -> tuple[float, float]:
     """KL and loss per token, by one sequence at a time in float64."""
     kls, losses = [], []
-    with torch.no_grad():
-        for first, length in sentences:
-            tokens, targets = padded([(first, length)])
-            high = model(tokens)
-            converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
-            kls.append(kl_by_hand(high, model(tokens)).flatten())
-            converted.restore()
-            losses.append(F.cross_entropy(high.double().flatten(0, 1), targets.flatten(), reduction="none"))
-    return float(torch.cat(kls).mean()), float(torch.cat(losses).mean())
+    for first, length in sentences:
+        tokens, targets = padded([(first, length)])
+        kls += kls_of(model, [tokens])
+        with torch.no_grad():
+            logits = model(tokens).double()
+        losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none"))
+    return float(torch.cat(kls, dim=1).mean()), float(torch.cat(losses).mean())
 
 
 def test_the_error_of_unequal_sequences_is_that_of_a_ratio() -> None:
@@ -516,14 +461,8 @@ def test_operators_are_measured_alone_on_batches_of_different_sizes() -> None:
     model, batches = Mixer().eval(), [batch[:size] for batch, size in zip(batches_of(3), (4, 2, 3), strict=True)]
     found = diagnosed(model, batches=batches, run=model, held_out=[], confirm=1)
     row = next(row for row in found.rows if row.measured is not None)
-    with torch.no_grad():
-        high = [model(batch) for batch in batches[:2]]
-        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
-        for operator in converted.operators:
-            operator.switch(operator.operator_name != row.operator)
-        each = torch.cat([kl_by_hand(a, model(b)).mean(1) for a, b in zip(high, batches, strict=False)])
-        converted.restore()
-    assert row.measured == pytest.approx(float(each.mean()), rel=1e-3) and found.measured.sequences == 9
+    by_hand = float(torch.cat(kls_of(model, batches[:2], row.operator)).mean())
+    assert row.measured == pytest.approx(by_hand, rel=1e-3) and found.measured.sequences == 9
 
 
 def test_what_run_may_return() -> None:
@@ -904,15 +843,9 @@ def test_operators_without_a_gradient_stay_in_16_bits_and_are_measured_alone() -
     for name, why in found.idle.items():
         chooses = "index" in name or alone[name]
         assert why == ("they run without gradient (frozen, or a choice of tokens)" if chooses else lost)
-    with torch.no_grad():
-        high = [model(batch) for batch in given["batches"][:2]]
-        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", backend="simulated"))
-        for name in choices:
-            for operator in converted.operators:
-                operator.switch(operator.operator_name != name)
-            kls = [kl_by_hand(a, model(batch)) for a, batch in zip(high, given["batches"], strict=False)]
-            assert alone[name] == pytest.approx(float(torch.cat(kls).mean()), rel=1e-3, abs=1e-9)
-        converted.restore()
+    for name in choices:
+        by_hand = float(torch.cat(kls_of(model, given["batches"][:2], name)).mean())
+        assert alone[name] == pytest.approx(by_hand, rel=1e-3, abs=1e-9)
     assert any(alone[name] > 0 for name in choices)
 
 
