@@ -20,7 +20,7 @@ from gnmr.lab.config.model import AdapterConfig, ModelConfig
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import Llama, pretrained
 from gnmr.lab.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, max_length, save
-from gnmr.lab.train.model import blocks_of
+from gnmr.lab.train.build import blocks_of
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"

@@ -189,8 +189,8 @@ def _audited(options: Namespace, place: str, config: Config | None) -> tuple[Aud
 def _as_trained(subject: Subject, config: Config) -> list[Finding]:
     """Put a run's model on its low path; return findings on unused declarations in its config."""
     from gnmr.auditing.audit import unused_recipes
+    from gnmr.lab.train.build import build_converted
     from gnmr.lab.train.checkpoint import load_model
-    from gnmr.lab.train.model import build_converted
 
     if subject.converted is None:
         subject.converted = build_converted(subject.model, config.precision, config.training.seed)

@@ -157,12 +157,12 @@ class Config:
         """The arm's name in run folders and reports: `arm`, or the names of paths, controller and other differences."""
         if self.arm is not None:
             return self.arm
-        parts = [str(self.precision.name)]
-        parts += [self.compression.arm] if self.compression.routes else []
-        parts += [str(self.controller.name)] if self.precision.recovery is not None or self.compression.routes else []
-        parts += [self.optim.name] if self.optim.name != "adamw" else []
-        parts += [self.optim.transform.name] if self.optim.transform.name else []
-        return "-".join(parts)
+        words = [str(self.precision.name)]
+        words += [self.compression.arm] if self.compression.routes else []
+        words += [str(self.controller.name)] if self.precision.recovery is not None or self.compression.routes else []
+        words += [self.optim.name] if self.optim.name != "adamw" else []
+        words += [self.optim.transform.name] if self.optim.transform.name else []
+        return "-".join(words)
 
 
 # These keys say where a run is kept, how it is watched or how it is continued. They do not change its numbers, so the
@@ -302,8 +302,8 @@ def _load_saved(tree: dict[str, Any]) -> Config:
     def pruned(saved: Any, section: Any) -> Any:
         if not is_dataclass(section) or not isinstance(saved, dict):
             return saved
-        known = section.__dataclass_fields__
-        return {key: pruned(value, getattr(section, key)) for key, value in saved.items() if key in known}
+        names = section.__dataclass_fields__
+        return {key: pruned(value, getattr(section, key)) for key, value in saved.items() if key in names}
 
     config, saved = load(pruned(tree, Config())), flatten(tree)
     constants = _CONSTANTS | fields(config, "model.norm_eps", "model.rope_theta")
@@ -345,11 +345,11 @@ def one_line(error: Exception) -> str:
     if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent.keys():  # noqa: SIM118 (`in` is false of ???)
         return text
     everywhere = list(flatten(OmegaConf.to_container(schema())))  # type: ignore[arg-type]
-    known = [str(one) for one in parent if one != "hydra"]
-    leaf = guess(key, [*known, *(one.rpartition(".")[2] for one in everywhere)])
-    if leaf is None or leaf in known:
-        return f"{text}{nearest(key, known)}"
-    return f"{text}: did you mean {next(one for one in everywhere if one.endswith(f'.{leaf}'))}?"
+    siblings = [str(name) for name in parent if name != "hydra"]
+    leaf = guess(key, [*siblings, *(full_name.rpartition(".")[2] for full_name in everywhere)])
+    if leaf is None or leaf in siblings:
+        return f"{text}{nearest(key, siblings)}"
+    return f"{text}: did you mean {next(full_name for full_name in everywhere if full_name.endswith(f'.{leaf}'))}?"
 
 
 def to_dict(config: Config) -> dict[str, Any]:

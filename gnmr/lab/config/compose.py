@@ -29,7 +29,7 @@ SHIPPED = "shipped"
 _BATCH = ("training.seq_len", "training.batch_size", "training.accumulation", "training.dtype")
 FROM_BASE = ("model", "data", "optim", *_BATCH)
 """Keys in which a fork and its base agree: model, data, optimizer with its schedule, and the batch."""
-OF_THE_ARM = ("data.cache_dir", "optim.transform", "optim.clip_norm")
+OF_THE_ARM = ("optim.transform", "optim.clip_norm")
 """Exceptions to `FROM_BASE`, which an arm chooses."""
 PATHS = ("data.path", "data.tokenizer", "model.checkpoint")
 """Keys that are never taken from a base, because they name files of this machine and the base may be untrusted."""
@@ -70,12 +70,12 @@ def compose(overrides: list[str]) -> Config:
 def compose_arms(overrides: list[str], names: Iterable[str] | None = None) -> dict[str, Config]:
     """Return the config of each of these arms of a sweep, by default of all its arms, and compose the sweep once."""
     tree = composed_tree(overrides, hydra=False)
-    found = {}
+    configs = {}
     for name in map(str, names or tree.arms):
-        own = deepcopy(tree)
-        own.arm = name
-        found[name] = load_composed(own, [*overrides, f"arm={name}"])
-    return found
+        of_arm = deepcopy(tree)
+        of_arm.arm = name
+        configs[name] = load_composed(of_arm, [*overrides, f"arm={name}"])
+    return configs
 
 
 def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
@@ -112,8 +112,8 @@ def apply_arm(composed: DictConfig, words: Sequence[str]) -> None:
     if arm not in arms:
         raise UserError(f"arm={arm}: is not an arm of this sweep{nearest(str(arm), arms)}")
     try:
-        given = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
-        for key, value in flatten(given).items():  # type: ignore[arg-type]
+        tree_of_arm = OmegaConf.to_container(from_words(shlex.split(arms[arm] or "")))
+        for key, value in flatten(tree_of_arm).items():  # type: ignore[arg-type]
             if not covers(typed(words), key):
                 OmegaConf.update(composed, key, value, force_add=key.startswith("controller.options."))
     except OmegaConfBaseException as error:
@@ -139,18 +139,18 @@ def with_plan(composed: DictConfig, words: Sequence[str]) -> None:
     """
     if (path := composed.get("plan")) is None:
         return
-    found = read_plan(str(path))
+    plan = read_plan(str(path))
     said = [f"precision.{key}" for key in OF_A_PLAN]
     for word in words:
         (key,) = typed([word])
         if key == "precision" or covers(said, key):
             raise UserError(f"{word}: plan={path} says which precision; leave one of them out")
     with open_dict(composed.precision):
-        for key, value in found.paths().items():
+        for key, value in plan.paths().items():
             composed.precision[key] = value
     controller = composed.controller
     with open_dict(controller):
-        controller.options.update(found.threshold(controller.signal, controller.options))
+        controller.options.update(plan.threshold(controller.signal, controller.options))
 
 
 def mistake(error: Exception) -> str | None:
@@ -180,9 +180,10 @@ def mistake(error: Exception) -> str | None:
     choices = re.search(r"Available options in .*:\n((?:\t.*\n?)+)", str(error))
     missing = re.search(r"Could not find '([^/']+)/(.+?)'", line)
     if choices and missing:
-        known = sorted({*choices[1].split(), *choices_of(missing[1])})
-        close = guess(missing[2], known)
-        return f"{missing[1]}={missing[2]}: use one of {', '.join(known)}{f'; did you mean {close}?' if close else ''}"
+        group, word = missing.groups()
+        names = sorted({*choices[1].split(), *choices_of(group)})
+        close = guess(word, names)
+        return f"{group}={word}: use one of {', '.join(names)}{f'; did you mean {close}?' if close else ''}"
     return line
 
 
@@ -197,10 +198,10 @@ def choices_of(group: str) -> list[str]:
 
 def agreed(flat: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a flat config in which a fork and its base agree. The schedule's length is a number."""
-    found = {key: value for key, value in flat.items() if covers(FROM_BASE, key) and not covers(OF_THE_ARM, key)}
-    if found.get("optim.schedule_steps") is None:
-        found["optim.schedule_steps"] = flat["training.steps"]
-    return found
+    settings = {key: value for key, value in flat.items() if covers(FROM_BASE, key) and not covers(OF_THE_ARM, key)}
+    if settings.get("optim.schedule_steps") is None:
+        settings["optim.schedule_steps"] = flat["training.steps"]
+    return settings
 
 
 def typed(words: Sequence[str]) -> set[str]:
@@ -221,12 +222,12 @@ def with_base(composed: DictConfig, words: Sequence[str]) -> None:
     """
     if (base := composed.get("base")) is None:
         return
-    theirs = flatten(to_dict(read_base(str(base))))
+    of_base = flatten(to_dict(read_base(str(base))))
     for key in PATHS:
-        if theirs[key] is not None and OmegaConf.select(composed, key) is None:
-            raise UserError(f"{key}=null: the base {base} has {text(theirs[key])}, which you have to give yourself")
+        if of_base[key] is not None and OmegaConf.select(composed, key) is None:
+            raise UserError(f"{key}=null: the base {base} has {text(of_base[key])}, which you have to give yourself")
     named = {*PATHS, *typed(words)}
-    for key, value in (agreed(theirs) | {"scale_name": theirs["scale_name"]}).items():
+    for key, value in (agreed(of_base) | {"scale_name": of_base["scale_name"]}).items():
         if not covers(named, key):
             OmegaConf.update(composed, key, value)
 

@@ -13,7 +13,7 @@ from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules
 from gnmr.control.threshold import Threshold, TwoStage, check_threshold
 from gnmr.errors import as_user_error, printable
 from gnmr.options import require, share_of, within
-from gnmr.records.untrusted import opened
+from gnmr.records.untrusted import first_line, opened
 
 _LONGEST_TABLE = 1 << 24
 
@@ -101,28 +101,28 @@ class ControllerConfig(Rules):
 
     def unread(self) -> dict[str, str]:
         """Return the keys that have no effect with the other settings, each with the setting that disables it."""
-        found: dict[str, str] = {}
+        unread: dict[str, str] = {}
         if self.signal != "gnmr_delta":
             keys = ("alpha", "alpha_init", "beta", "beta_init", "delta")
-            found = dict.fromkeys(keys, f"signal={self.signal}")
+            unread = dict.fromkeys(keys, f"signal={self.signal}")
         if self.warmup_frac == 0 and self.warmup_path != "recovery":
-            found["warmup_path"] = "warmup_frac=0"
+            unread["warmup_path"] = "warmup_frac=0"
         if self.budget is None and self.cost != "gemm":
-            found["cost"] = "budget=null"
+            unread["cost"] = "budget=null"
         if self.routing == "ranked":
-            found["trigger"] = "routing=ranked"
+            unread["trigger"] = "routing=ranked"
             if self.options.get("active_frac") is None:  # with it, most risks are 0 and locked units fill up the set
-                found["t_lock"] = "routing=ranked"
-        return found
+                unread["t_lock"] = "routing=ranked"
+        return unread
 
 
 def _table(path: Path) -> dict[str, float]:
     """Return {unit: cost} of a CSV file. Raises ValueError with one line if the file is invalid."""
-    what = f"cost={path}: must be gemm, bytes or a CSV file with the columns unit and cost"
     try:
         with opened(Path(os.path.realpath(path))) as file:
             lines = TextIOWrapper(file, "utf-8").read(_LONGEST_TABLE).splitlines()
         rows = list(csv.DictReader(lines))
         return {row["unit"]: float(row["cost"]) for row in rows}
     except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
-        raise ValueError(f"{what} ({error})".partition("\n")[0]) from error
+        problem = f"must be gemm, bytes or a CSV file with the columns unit and cost ({first_line(error)})"
+        raise ValueError(f"cost={path}: {problem}") from error

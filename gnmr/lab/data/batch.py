@@ -43,8 +43,8 @@ class Batch:
         """Split into batches of at most `size` sequences, in order. Call it on the CPU, because it counts targets."""
         count = -(-len(self) // size)
         positions = [None] * count if self.positions is None else list(self.positions.split(size))
-        parts = zip(self.tokens.split(size), self.targets.split(size), positions, strict=True)
-        return [Batch(tokens, targets, where) for tokens, targets, where in parts]
+        batches = zip(self.tokens.split(size), self.targets.split(size), positions, strict=True)
+        return [Batch(tokens, targets, where) for tokens, targets, where in batches]
 
     def __len__(self) -> int:
         """Return B."""

@@ -68,9 +68,9 @@ class TokenFile:
     def __len__(self) -> int:
         return self._seen[0] // self.dtype.itemsize
 
-    def __getitem__(self, part: slice) -> np.ndarray:
+    def __getitem__(self, positions: slice) -> np.ndarray:
         """Read contiguous ids. Raises RunFailed if the file has changed since it was opened."""
-        start, stop, _ = part.indices(len(self))
+        start, stop, _ = positions.indices(len(self))
         size = max(stop - start, 0) * self.dtype.itemsize
         raw = os.pread(self._fd, size, start * self.dtype.itemsize)
         if len(raw) != size or self._state() != self._seen:
@@ -169,19 +169,19 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
     cache, hidden = folder.parent, f".{folder.name}-"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        for left in cache.glob(f"{hidden}*"):  # folders of killed builds
+        for abandoned in cache.glob(f"{hidden}*"):  # folders of killed builds
             with suppress(OSError):  # another process may finish or clean up at the same time
-                newest = max(path.lstat().st_mtime for path in (left, *left.rglob("*")))
+                newest = max(path.lstat().st_mtime for path in (abandoned, *abandoned.rglob("*")))
                 if time.time() - newest > ABANDONED_AFTER:
-                    shutil.rmtree(left, ignore_errors=True)
+                    shutil.rmtree(abandoned, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=hidden, dir=cache, ignore_cleanup_errors=True) as temporary:
             new = Path(temporary, "new")
             new.mkdir()  # the permissions of the temporary folder would exclude other users of a shared cache
-            if (there := _opened_or_moved(folder, Path(temporary, "before"))) is not None:
-                return there
+            if (corpus := _opened_or_moved(folder, Path(temporary, "before"))) is not None:
+                return corpus
             build(new)
-            if (there := _opened_or_moved(folder, Path(temporary, "after"))) is not None:
-                return there
+            if (corpus := _opened_or_moved(folder, Path(temporary, "after"))) is not None:
+                return corpus
             try:
                 new.rename(folder)
             except OSError:  # another process was faster

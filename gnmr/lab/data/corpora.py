@@ -484,8 +484,8 @@ def _split_by_name(names: list[str], where: str) -> dict[str, list[str]]:
     if len(names) == 1:
         return {TRAIN: names, VALIDATION: []}  # a single file is the corpus, whatever its name
     validation = [name for name in names if _IS_VALIDATION.search(name)]
-    others = [name for name in names if name not in validation]
-    train = [name for name in others if _IS_TRAIN.search(name)] or others
+    not_validation = [name for name in names if name not in validation]
+    train = [name for name in not_validation if _IS_TRAIN.search(name)] or not_validation
     if not train:
         raise UserError(f"{where}: every file is named as validation; name the training files train*")
     return {TRAIN: train, VALIDATION: validation}

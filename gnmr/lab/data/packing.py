@@ -49,24 +49,24 @@ class Packing:
         start = begins[owner] + place * seq_len
         size = np.minimum(seq_len, targets[owner] - place * seq_len)
         first = np.asarray(documents.borders[:, 1])[owner] + begins[owner]  # the first token with loss
-        kept = start + size >= first
+        has_target = start + size >= first
 
         self.cut = int((counts > 1).sum())
         """Number of documents in more than one piece."""
-        self.left_out = int((~kept).sum())
+        self.left_out = int((~has_target).sum())
         """Number of pieces without a target."""
-        self.examples = len(np.unique(owner[kept]))
-        self.size = int(size[kept].sum())
+        self.examples = len(np.unique(owner[has_target]))
+        self.size = int(size[has_target].sum())
         """Number of inputs that are not padding."""
         if self.size < least:
             raise UserError(
                 f"training.seq_len={seq_len}: the {split} examples have {self.size} tokens, {least} are needed; "
                 "use more examples or a smaller training.seq_len"
             )
-        sequence = [*range(kept.sum())] if documents.alone else _best_fit(size[kept].tolist(), seq_len)
+        sequence = [*range(has_target.sum())] if documents.alone else _best_fit(size[has_target].tolist(), seq_len)
         self.num_sequences = max(sequence, default=-1) + 1
         order = np.argsort(sequence, kind="stable")
-        self._pieces = np.stack([start[kept], size[kept], first[kept]], axis=1)[order]
+        self._pieces = np.stack([start[has_target], size[has_target], first[has_target]], axis=1)[order]
         self._bounds = np.searchsorted(np.asarray(sequence)[order], np.arange(self.num_sequences + 1))
         self._documents = documents
         self._seq_len = seq_len

@@ -55,9 +55,9 @@ class SequenceOrder:
         self.check(n, seq_len)
         chosen: list[int] = []
         while len(chosen) < n:
-            found = self._current()[self._position :][: n - len(chosen)].tolist()
-            chosen += found
-            self._position += len(found)
+            numbers = self._current()[self._position :][: n - len(chosen)].tolist()
+            chosen += numbers
+            self._position += len(numbers)
             if self._position == self.num_sequences:
                 self._epoch, self._position, self._order = self._epoch + 1, 0, None
         return chosen
@@ -103,8 +103,9 @@ class SequenceOrder:
             order = np.random.default_rng([seed, self._epoch]).permutation(self.num_sequences)
             if branch.order and self._epoch >= branch.epoch:
                 begin = branch.position if self._epoch == branch.epoch else 0
-                rest = np.random.default_rng([seed, self._epoch, branch.order])
-                order[begin:] = rest.permutation(order[begin:])
+                # A fork draws a new order of the sequences that the base has not read in this epoch.
+                generator = np.random.default_rng([seed, self._epoch, branch.order])
+                order[begin:] = generator.permutation(order[begin:])
             self._order = order
         return self._order
 

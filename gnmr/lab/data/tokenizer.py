@@ -158,13 +158,14 @@ def encode(
 
     tokenizer.encode_special_tokens = True
     try:
-        found = (tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast)(texts, add_special_tokens=False)
+        encode_batch = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+        encodings = encode_batch(texts, add_special_tokens=False)
         for place, text in enumerate(texts):
-            if controls.written.search(text) and not controls.ids.isdisjoint(found[place].ids):
+            if controls.written.search(text) and not controls.ids.isdisjoint(encodings[place].ids):
                 cuts = [0, *(match.start() + 1 for match in controls.written.finditer(text)), len(text)]
-                parts = [text[start:stop] for start, stop in pairwise(cuts)]
-                found[place] = Encoding.merge(tokenizer.encode_batch(parts, add_special_tokens=False), True)
-        return found
+                pieces = [text[start:stop] for start, stop in pairwise(cuts)]
+                encodings[place] = Encoding.merge(tokenizer.encode_batch(pieces, add_special_tokens=False), True)
+        return encodings
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"{where}: cannot encode the text ({first_line(error)})") from error
 

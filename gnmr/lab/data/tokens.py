@@ -105,20 +105,21 @@ def _prepared(
                 raise UserError(f"{corpus.where}: changed while it was read; run the command again")
             progress.begin(f"{written}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
-        found = cache.open_or_build(cache_folder / f"{config.name}{'-examples' * packed}-{digest}", build, say)
-        return replace(found, source=corpus.identity)
+        folder_name = f"{config.name}-examples-{digest}" if packed else f"{config.name}-{digest}"
+        tokens = cache.open_or_build(cache_folder / folder_name, build, say)
+        return replace(tokens, source=corpus.identity)
 
 
 def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
     """Yield the text of training documents, up to `most` bytes of UTF-8 in total."""
-    left = most
+    room = most
     for example in corpus.read(TRAIN):
         raw = example.answer.encode()
-        yield raw[:left].decode("utf-8", errors="ignore")
-        left -= len(raw)
-        if left <= 0:
+        yield raw[:room].decode("utf-8", errors="ignore")
+        room -= len(raw)
+        if room <= 0:
             return
-        progress(f"training the tokenizer: {(most - left) / 1e6:.1f} MB read")
+        progress(f"training the tokenizer: {(most - room) / 1e6:.1f} MB read")
 
 
 class Progress:
@@ -185,7 +186,7 @@ class Encoder:
         begin = bpe.begin_token(self.tokenizer) if self.packed else None
         vocab_size = max(bpe.vocab_size(self.tokenizer), -1 if begin is None else begin + 1)  # begin may lie outside
         dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        kind, found = "examples" if self.packed else "documents", []
+        kind, lines = "examples" if self.packed else "documents", []
         validation = None if self.limit is None else LIMITED_VAL_TOKENS
         for split, file, most in ((TRAIN, cache.TRAIN, self.limit), (VALIDATION, cache.VAL, validation)):
             progress.begin(f"tokenizing {split} {kind}")
@@ -206,13 +207,13 @@ class Encoder:
                     if most is not None and written >= most and (is_last or not self.packed):
                         break
             if written == 0:
-                what = "examples" if self.packed else "text"
-                raise UserError(f"{corpus.where}: holds no {split} {what}{corpus.skipped}")
+                missing = "examples" if self.packed else "text"
+                raise UserError(f"{corpus.where}: holds no {split} {missing}{corpus.skipped}")
             if self.packed:
                 (folder / cache.DOCUMENTS[file]).write_bytes(np.array(borders, dtype="<i8").tobytes())
-            found.append(f"{documents:,} {split} {kind} with {written:,} tokens")
+            lines.append(f"{documents:,} {split} {kind} with {written:,} tokens")
         cache.seal(folder, vocab_size, self.end, dtype)
-        return ", ".join(found)
+        return ", ".join(lines)
 
     def _encoded(self, corpus: Corpus, split: str) -> Iterator[tuple[list[int], int, bool]]:
         """Yield (token ids, tokens of the prompt, whether they end their example), encoding several examples at a time.
@@ -223,10 +224,10 @@ class Encoder:
         batch: list[tuple[str, int, bool]] = []
         size = written = 0
         for example in corpus.read(split):
-            whole = [(example.prompt + example.answer, True)] if example.prompt else pieces(example.answer)
-            for text, is_last in whole:
-                if found := len(controls.written.findall(text)):
-                    written += found
+            texts = [(example.prompt + example.answer, True)] if example.prompt else pieces(example.answer)
+            for text, is_last in texts:
+                if number := len(controls.written.findall(text)):
+                    written += number
                     corpus.skipped.note("control token{s} in the text, read as text", split, written)
                 batch.append((text, len(example.prompt), is_last))
                 size += len(text)

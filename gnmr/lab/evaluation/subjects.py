@@ -20,9 +20,9 @@ from gnmr.lab.config import Config, config_hash, read
 from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.models import pretrained
+from gnmr.lab.train.build import pretrained_model
 from gnmr.lab.train.checkpoint import load_model
 from gnmr.lab.train.memory import refuse_checkpoint, refuse_run
-from gnmr.lab.train.model import pretrained_model
 from gnmr.options import one_of
 from gnmr.records.disk import check_tree
 from gnmr.records.reader import read_json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,12 @@ from gnmr.attachment import Router, controller_of
 from gnmr.attachment.blame import Levels
 from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.attachment.ranks.world import ALONE, World
-from gnmr.conversion import ConvertedModel
+from gnmr.control.evidence import PATH_EVIDENCE
+from gnmr.conversion import ConvertedModel, convert
 from gnmr.conversion.converting import operator_shapes
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
-from gnmr.lab.config import Config
+from gnmr.lab.config import Config, PrecisionConfig
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents, TokenCorpus, TokenFile
 from gnmr.lab.data.packing import PackedSequences, packed_validation
@@ -32,18 +34,26 @@ from gnmr.lab.rivals.compression import build_compression, compressed_router
 from gnmr.lab.rivals.greedylore import GreedyLore
 from gnmr.lab.rivals.transforms import Transform, build_transform
 from gnmr.lab.train.checkpoint import HasState
-from gnmr.lab.train.checks import check_evidence, check_sizes, refuse_compression
 from gnmr.lab.train.fork_base import Base, open_base
 from gnmr.lab.train.loss import Draws, loss_of
 from gnmr.lab.train.memory import refuse_run
-from gnmr.lab.train.model import Stress, blocks_of, empty_model, new_model, pretrained_model, with_paths
 from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.step import TrainStep, monitored
-from gnmr.lab.train.wrap import Wrapped, wrap
+from gnmr.lab.train.wrap import Wrapped, refuse_compression, wrap
 from gnmr.measure.coverage import count
 from gnmr.plan.pin_plan import read_plan
 
+_ORACLE_PARAMETERS = 200_000_000
+"""Largest model whose true gap is measured, because both paths run in every step."""
 _THREADS = torch.get_num_threads()  # read before a run in this process sets its own number
+
+
+class Stress(HasState, Protocol):
+    """A disturbance at a known place and time."""
+
+    def begin_step(self, step: int) -> None:
+        """Switch the disturbance on or off for step `step` (from 1)."""
+        ...
 
 
 @dataclass
@@ -85,7 +95,7 @@ class Parts:
         return learning_rate(step, config.optim.schedule_steps or config.training.steps, config.optim)
 
 
-class Blocks(HasState, Protocol):
+class TrainingBlocks(HasState, Protocol):
     """Training data in an order that can be saved and restored."""
 
     def next(self, n: int) -> Tensor | Batch:
@@ -215,11 +225,11 @@ def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, blo
     try:
         model.eval()
         with converted.no_side_effects():  # count on the paths, because converted linears are called only there
-            found = count(model, lambda: loss_of(model, block.to(device)), converted.operators)
+            coverage = count(model, lambda: loss_of(model, block.to(device)), converted.operators)
     finally:
         for module, mode in modes:
             module.training = mode
-    converted.cost.count(found.work(converted.operators))
+    converted.cost.count(coverage.work(converted.operators))
 
 
 def check_plan(config: Config) -> None:
@@ -236,8 +246,7 @@ def _check_shapes(config: Config, device: torch.device) -> None:
 
     This runs before the data is prepared. Checks that need weights, and all warnings, are left to `assemble`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model = empty_model(config)
         converted = with_paths(model, config, device)
         build_optim(model, config)
@@ -302,7 +311,7 @@ def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     return split.tokens if isinstance(split, Documents) else split
 
 
-def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> Blocks:
+def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> TrainingBlocks:
     """Return the blocks in the order of `training.seed`, or in the order of a fork's `branch`."""
     training = config.training
     if isinstance(corpus.train, Documents):
@@ -380,3 +389,166 @@ def device_of(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("training.device=cuda: PyTorch sees no CUDA device here; use auto or cpu")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+# ---- the model and its two paths ----
+
+
+def empty_model(config: Config) -> nn.Module:
+    """Return the run's model on the meta device. No weights are read.
+
+    A new model has the vocabulary size of data.*.
+    """
+    dtype = getattr(torch, config.training.dtype)
+    if config.model.checkpoint is None:
+        with torch.device("meta"):
+            built = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+        _outliers(config, built, torch.Generator())
+        return built.to(dtype)
+    model = pretrained.empty(config.model.checkpoint, dtype)
+    check_sizes(config, model, 0)  # its tokenizer is not read yet
+    return model
+
+
+def new_model(config: Config, vocab_size: int, device: torch.device, stress: list[Stress], seed: int) -> models.Decoder:
+    """Return a new model with weights drawn from `seed`. A window of outlier channels is added to `stress`."""
+    training = config.training
+    # Weights are drawn on the CPU in FP32, so that device and dtype do not change the initialization.
+    generator = torch.Generator().manual_seed(seed)
+    model = models.build(config.model, vocab_size, training.seq_len)
+    model.init_weights(generator)
+    stress += _outliers(config, model, generator)
+    model.to(device=device, dtype=getattr(torch, training.dtype))
+    model.activation_checkpointing = training.activation_checkpointing
+    return model
+
+
+def _outliers(config: Config, model: models.Decoder, generator: torch.Generator) -> list[Stress]:
+    """Add outlier channels to the model, or return the window of steps in which it has them.
+
+    Raises UserError if the channels do not fit the model or the window does not fit the run.
+    """
+    training, outliers = config.training, config.model.outlier_channels
+    if outliers.number == 0:
+        return []
+    if not outliers.window:
+        models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
+        return []
+    start, stop = outliers.window
+    if stop > training.steps:
+        raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")
+    if training.dtype == "bfloat16" and math.frexp(outliers.gain)[0] != 0.5:
+        raise UserError(
+            f"model.outlier_channels.gain={outliers.gain}: a window needs a power of two (16, 32), which bfloat16 "
+            "weights can be multiplied and divided by exactly"
+        )
+    return [models.OutlierWindow(model, outliers.number, outliers.gain, start, stop, generator)]
+
+
+def pretrained_model(config: Config, device: torch.device) -> tuple[nn.Module, ConvertedModel]:
+    """Return the checkpoint's model with its two paths."""
+    training, checkpoint = config.training, config.model.checkpoint
+    assert checkpoint is not None
+    model = pretrained.load(checkpoint, getattr(torch, training.dtype), device)
+    converted = with_paths(model, config)
+    if training.activation_checkpointing:
+        with pretrained.quiet():
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return model, converted
+
+
+def with_paths(model: nn.Module, config: Config, device: torch.device | None = None) -> ConvertedModel:
+    """Give `model` its two paths. If the config has adapters, freeze the model and add them.
+
+    Raises UserError if the model cannot have these paths. See `gnmr.conversion.converting` for `device`.
+    """
+    adapter, seed = config.model.adapter, config.training.seed
+    if adapter.rank:
+        model.requires_grad_(False)
+    # Convert before adding adapters: how a path handles a weight may depend on whether it is trained.
+    converted = build_converted(model, config.precision, seed, device)
+    if adapter.rank:
+        pretrained.add_adapter(model, adapter, seed)
+    check_watched(config, converted)
+    if config.controller.warmup_path == "16bit":
+        converted.warmup_steps = config.controller.warmup_steps(config.training.steps)
+    return converted
+
+
+def build_converted(
+    model: nn.Module, paths: PrecisionConfig, seed: int, device: torch.device | None = None
+) -> ConvertedModel:
+    """Give the model's linears the paths of the config. Raises UserError like `gnmr.conversion.converting`."""
+    with as_user_error("paths: "):
+        return convert(model, paths, seed=seed, device=device)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """Return the transformer blocks of any model: the module list with the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
+
+
+# ---- settings that do not fit together ----
+
+
+def check_watched(config: Config, converted: ConvertedModel) -> None:
+    """Raise UserError if all converted weights are frozen and the controller or low path needs their gradients."""
+    if not converted.frozen:
+        return
+    if config.controller.observe == "parameters":
+        raise UserError(
+            "controller.observe=parameters: all converted weights are frozen, and no unit has a gradient of its own; "
+            "use adapter (the trained parameters of each unit) or input_grad"
+        )
+    if converted.without_effect:
+        raise UserError(
+            f"precision.low={config.precision.low}: compresses what the weight gradient reads, and all converted "
+            "weights are frozen; use a recipe (llm_int8) or precision.site=forward"
+        )
+
+
+def check_sizes(config: Config, model: nn.Module, vocab_size: int) -> None:
+    """Raise UserError if a checkpoint's model cannot read this block length or vocabulary."""
+    longest, length = pretrained.max_length(model), config.training.seq_len
+    if length > longest:
+        raise UserError(f"training.seq_len={length}: the checkpoint was made for at most {longest} tokens")
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    if rows < vocab_size:
+        raise UserError(
+            f"model.checkpoint={config.model.checkpoint}: has embeddings for {rows} tokens, its tokenizer has "
+            f"{vocab_size}; they do not belong together"
+        )
+
+
+def check_evidence(config: Config, needs: tuple[str, ...], converted: ConvertedModel, model: nn.Module) -> None:
+    """Raise UserError if this run cannot measure the required evidence."""
+    accumulation = config.training.accumulation
+
+    def key(*names: str) -> str:
+        recorded = set(names) <= set(config.records.evidence)
+        return "records.evidence" if recorded else f"controller.signal={config.controller.signal}"
+
+    if converted.recovery is None and (gaps := sorted({"gap_recovery", "true_gap"} & set(needs))):
+        raise UserError(f"{key(*gaps)}: {', '.join(gaps)} needs both paths, and precision.recovery is null")
+    if converted.frozen and (measured := [name for name in needs if name in PATH_EVIDENCE]):
+        raise UserError(
+            f"{key(*measured)}: {', '.join(measured)} is measured where a weight gradient is made, and the converted "
+            "weights are frozen"
+        )
+    if "micro_square" in needs and accumulation < 2:
+        raise UserError(
+            f"{key('micro_square')}: needs micro-batches, training.accumulation={accumulation}; use 2 or more"
+        )
+    if "true_gap" in needs and config.compression.name != "none" and config.parallel != "none":
+        raise UserError(
+            f"{key('true_gap')}: its passes would send gradients too, and change what "
+            f"compression.name={config.compression.name} remembers of them; use another signal"
+        )
+    if "true_gap" in needs:
+        number = sum(p.numel() for p in model.parameters())
+        if number > _ORACLE_PARAMETERS:
+            raise UserError(
+                f"{key('true_gap')}: runs both paths in every step, for small models: this one has {number:,} "
+                f"parameters; use at most {_ORACLE_PARAMETERS:,}"
+            )

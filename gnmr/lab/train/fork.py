@@ -104,14 +104,14 @@ class Forks:
         """
         parts = self.parts(config)
         held_out = self._held_out(config, parts.corpus)
-        found: dict[str, Validation] = {}
+        validations: dict[str, Validation] = {}
         if "base" in phases:
             key = repr(
                 (config.precision, config.training.eval_sequences, config.training.threads, config.training.device)
             )
             if key not in self._before:
                 self._before[key] = _validation(parts, held_out, 0)
-            found["base"] = self._before[key]
+            validations["base"] = self._before[key]
         if prepare is not None:
             prepare(parts)
         steps = Steps(parts, training_blocks(config, parts.corpus, parts.branch))
@@ -125,25 +125,27 @@ class Forks:
             if result.spent is not None:
                 spent, extra_time = spent + result.spent.share, extra_time + result.spent.extra_time
             if (name := phase(parts, step)) is not None and name in phases:
-                found[name] = _validation(parts, held_out, step)
+                validations[name] = _validation(parts, held_out, step)
         arm = config.training.steps
         sent = 1.0 if parts.compressed is None else parts.compressed.sent_total / (arm * parts.compressed.dense)
-        return ForkResult(losses, found, active / (arm * len(parts.router.units)), spent / arm, extra_time / arm, sent)
+        return ForkResult(
+            losses, validations, active / (arm * len(parts.router.units)), spent / arm, extra_time / arm, sent
+        )
 
     def _corpus(self, config: Config) -> TokenCorpus:
-        return _kept(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))
+        return _cached(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))
 
     def _held_out(self, config: Config, corpus: Any) -> Any:
         blocks = config.training.eval_sequences
-        return _kept(self._corpora, (repr(config.data), blocks), lambda: validation(config, corpus, blocks))
+        return _cached(self._corpora, (repr(config.data), blocks), lambda: validation(config, corpus, blocks))
 
 
 def _validation(parts: Parts, held_out: Any, step: int) -> Validation:
-    found = validated(parts, held_out, step)
-    return Validation(found["val_loss"], found["val_loss_low"])
+    losses = validated(parts, held_out, step)
+    return Validation(losses["val_loss"], losses["val_loss_low"])
 
 
-def _kept(where: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    if key not in where:
-        where[key] = make()
-    return where[key]
+def _cached(values: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    if key not in values:
+        values[key] = make()
+    return values[key]

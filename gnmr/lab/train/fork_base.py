@@ -3,7 +3,7 @@
 RUN/config.yaml                      model, data, optimizer and batch, which the fork shares
 RUN/header.json                      fingerprints of the data, and of the checkpoint that the run fine-tuned
 RUN/checkpoints/step-.../            weights, optimizer moments, position in the data
-gnmr/lab/bases/shipped/                  the same files, and tokenizer.json
+gnmr/lab/bases/shipped/              the same files, and tokenizer.json
 """
 
 from __future__ import annotations
@@ -66,19 +66,21 @@ class Base:
         The fork may split the base's batch into other micro-batches: a step still has the same blocks in the same
         order.
         """
-        theirs, ours = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
+        of_base, of_fork = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
         if self.config.training.tokens_per_step == config.training.tokens_per_step:
             for key in ("training.batch_size", "training.accumulation"):
-                ours[key] = theirs[key]
+                of_fork[key] = of_base[key]
         if config.optim.schedule_steps is None:
-            ours["optim.schedule_steps"] = theirs["optim.schedule_steps"]
+            of_fork["optim.schedule_steps"] = of_base["optim.schedule_steps"]
         for key in PATHS:
-            if None not in (theirs[key], ours[key]):
-                ours[key] = theirs[key]
-        for key in theirs | ours:
-            there, here = (text(tree.get(key)) for tree in (theirs, ours))
-            if there != here:
-                raise UserError(f"{key}={here}: the base {self.name} has {there}, and a fork goes on under the same")
+            if None not in (of_base[key], of_fork[key]):
+                of_fork[key] = of_base[key]
+        for key in of_base | of_fork:
+            base_value, fork_value = (text(tree.get(key)) for tree in (of_base, of_fork))
+            if base_value != fork_value:
+                raise UserError(
+                    f"{key}={fork_value}: the base {self.name} has {base_value}, and a fork continues with the same"
+                )
 
     def data(self, data: DataConfig) -> DataConfig:
         """Return the config of the data to open for a fork whose config has `data`."""
@@ -92,10 +94,12 @@ class Base:
         """
         if fingerprint == self.fingerprint:
             return Branch(self.config.training.seed, self.position["epoch"], self.position["position"], order)
-        what = f"its data is {self.fingerprint[:12]}, here it is {fingerprint[:12]}"
+        difference = f"its data is {self.fingerprint[:12]}, here it is {fingerprint[:12]}"
         if self.tokenizer is None:
-            raise UserError(f"base={self.name}: {what}: give the base's data.*, or make a base of this data")
-        say(f"base={self.name}: {what} (another Python's library): compare it with forks made under this Python alone")
+            raise UserError(f"base={self.name}: {difference}: give the base's data.*, or make a base of this data")
+        say(
+            f"base={self.name}: {difference} (another Python's library): compare it with forks made under this Python alone"
+        )
         return Branch(self.config.training.seed, 0, 0, order)
 
     def load_into(self, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = False) -> None:

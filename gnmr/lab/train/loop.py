@@ -22,7 +22,7 @@ from gnmr.control import Controller, ControlSpec, Unit
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.stopping import is_bypassed
-from gnmr.lab.train.build import Blocks, Parts, train_step
+from gnmr.lab.train.build import Parts, TrainingBlocks, train_step
 from gnmr.lab.train.checkpoint import Checkpointer
 from gnmr.lab.train.loss import evaluate
 from gnmr.lab.train.rows import Counters, step_row, verdict_row
@@ -35,7 +35,9 @@ from gnmr.records.schema import event_rows, unit_rows
 class Steps:
     """Takes the steps of a run. Call it with the step number, from 1 in ascending order."""
 
-    def __init__(self, parts: Parts, blocks: Blocks, levels: Levels | None = None, stop: Sequence[int] = ()) -> None:
+    def __init__(
+        self, parts: Parts, blocks: TrainingBlocks, levels: Levels | None = None, stop: Sequence[int] = ()
+    ) -> None:
         """Take `levels` and `stop` as `TrainStep` does."""
         self._parts, self._blocks, self._stop = parts, blocks, stop
         self._routed = train_step(parts, levels=levels, stop=stop)
@@ -140,7 +142,7 @@ class Loop:
     """The training loop. Call it to train until the end or until a signal arrives."""
 
     parts: Parts
-    blocks: Blocks
+    blocks: TrainingBlocks
     held_out: Tensor | Batch
     counters: Counters
     checkpointer: Checkpointer

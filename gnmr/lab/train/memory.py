@@ -68,10 +68,9 @@ def needs_of(config: Config, vocab_size: int) -> list[tuple[int, str, str]]:
 def _sizes(model: ModelConfig) -> str:
     if model.checkpoint is not None:
         return f"model.checkpoint={model.checkpoint}"
-    found = ", ".join(
-        f"model.{key}={getattr(model, key)}" for key in ("hidden_size", "intermediate_size", "num_layers")
-    )
-    return f"{found}, model.experts.number={model.experts.number}" if model.name == "moe" else found
+    keys = ("hidden_size", "intermediate_size", "num_layers")
+    sizes = ", ".join(f"model.{key}={getattr(model, key)}" for key in keys)
+    return f"{sizes}, model.experts.number={model.experts.number}" if model.name == "moe" else sizes
 
 
 def refuse_run(config: Config, device: torch.device, vocab_size: int | None = None) -> None:
@@ -79,22 +78,22 @@ def refuse_run(config: Config, device: torch.device, vocab_size: int | None = No
 
     Pass `vocab_size` once the tokenizer's size is known; it may be smaller than data.vocab_size.
     """
-    ours = config.model.checkpoint is None
-    known = vocab_size or (_BYTES if config.data.tokenizer is None and ours else 1)
-    needs = needs_of(config, known)
+    is_new = config.model.checkpoint is None
+    entries = vocab_size or (_BYTES if config.data.tokenizer is None and is_new else 1)
+    needs = needs_of(config, entries)
     if device.type == "cuda":
         _refuse(needs, torch.cuda.get_device_properties(device).total_memory, "this GPU has")
-        drawn = 4 * parameters(config.model, known, config.training.seq_len) if ours else 0
+        drawn = 4 * parameters(config.model, entries, config.training.seq_len) if is_new else 0
         needs = [(drawn, "weights as they are drawn", _sizes(config.model))]
     _refuse(needs, machine_memory(), "this machine has")
 
 
-def _refuse(needs: list[tuple[int, str, str]], there: int, has: str) -> None:
-    if (total := sum(size for size, *_ in needs)) > there:
-        size, what, keys = max(needs)
+def _refuse(needs: list[tuple[int, str, str]], available: int, has: str) -> None:
+    if (total := sum(size for size, *_ in needs)) > available:
+        size, purpose, keys = max(needs)
         raise UserError(
             f"{keys}: cannot fit into memory: the run needs at least {total / 1e9:,.0f} GB, of it {size / 1e9:,.0f} GB "
-            f"for {what}, and {has} {there / 1e9:,.0f} GB; use smaller ones"
+            f"for {purpose}, and {has} {available / 1e9:,.0f} GB; use smaller ones"
         )
 
 
@@ -104,15 +103,16 @@ def machine_memory() -> int:
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         swap = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("SwapTotal:")), 0)
-    found = [page * os.sysconf("SC_PHYS_PAGES") + swap]
+    # The smallest of: physical memory and swap, a container's limit, and what `ulimit -v` leaves.
+    limits = [page * os.sysconf("SC_PHYS_PAGES") + swap]
     for file in _CGROUPS:
         with suppress(OSError, ValueError):
-            found.append(int(Path(file).read_text()) + swap)
+            limits.append(int(Path(file).read_text()) + swap)
     with suppress(OSError, ValueError, IndexError):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit != resource.RLIM_INFINITY:  # addresses that the process holds are not given back
-            found.append(max(0, limit - page * int(Path("/proc/self/statm").read_text().split()[0])))
-    return min(found)
+            limits.append(max(0, limit - page * int(Path("/proc/self/statm").read_text().split()[0])))
+    return min(limits)
 
 
 def refuse_checkpoint(
@@ -136,24 +136,24 @@ def refuse_checkpoint(
     """
     numbers = {name: math.prod(shape) for name, (shape, _) in tensors.items()}
     weights = sum(number * (4 if floats else max(2, tensors[name][1])) for name, number in numbers.items())
-    need, there, has = weights * (1 + gradients), machine_memory(), "this process can have"
+    need, available, has = weights * (1 + gradients), machine_memory(), "this process can have"
     if device.type == "cuda":
-        there, has = torch.cuda.get_device_properties(device).total_memory, "this GPU has"
+        available, has = torch.cuda.get_device_properties(device).total_memory, "this GPU has"
     needs = f"{sum(numbers.values()) / 1e9:,.3g} billion parameters{' with gradients' * gradients} take"
     smaller = f"use {'dtype=own, ' * floats}a smaller model or a larger machine"
-    if need > there:
+    if need > available:
         raise UserError(
-            f"{where}: cannot fit into memory: its {needs} {need / 1e9:,.3g} GB, and {has} {there / 1e9:,.3g} GB; "
+            f"{where}: cannot fit into memory: its {needs} {need / 1e9:,.3g} GB, and {has} {available / 1e9:,.3g} GB; "
             f"{smaller}"
         )
     matrices = {name: shape for name, (shape, _) in tensors.items() if len(shape) == 2}
     inputs = sum(shape[1] for name, shape in matrices.items() if "emb" not in name and "wte" not in name)
     per_token = _PER_INPUT * inputs + _PER_LOGIT * max((shape[0] for shape in matrices.values()), default=0)
     total = _IMPORTS + need + tokens * per_token
-    if tokens and total > there:
+    if tokens and total > available:
         warn(
             f"{where}: may not fit into memory: about {total / 1e9:,.3g} GB for its weights and {tokens:,} tokens a "
-            f"batch, and {has} {there / 1e9:,.3g} GB; use a smaller batch_size= or block=, or {smaller[4:]}"
+            f"batch, and {has} {available / 1e9:,.3g} GB; use a smaller batch_size= or block=, or {smaller[4:]}"
         )
 
 

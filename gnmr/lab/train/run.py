@@ -39,14 +39,14 @@ from gnmr.lab.stopping import (
     signals_collected,
     then_as_before,
 )
-from gnmr.lab.train.build import Blocks, Parts, assemble, device_of, training_blocks, validation
+from gnmr.lab.train.build import Parts, TrainingBlocks, assemble, device_of, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, HasState, gathered
-from gnmr.lab.train.checks import refuse_processes
 from gnmr.lab.train.folder import begun_with, check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
 from gnmr.lab.train.memory import out_of_memory, peak_memory_bytes, reset_peak_memory
 from gnmr.lab.train.provenance import portable_config
 from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
+from gnmr.lab.train.wrap import refuse_processes
 from gnmr.lab.views.recorder import Recorder, Silent
 
 
@@ -248,7 +248,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
             recorder.faults(fault_rows(parts))
 
 
-def _restored(host: dict[str, Any], step: int, blocks: Blocks, folder: Path) -> Counters:
+def _restored(host: dict[str, Any], step: int, blocks: TrainingBlocks, folder: Path) -> Counters:
     """Restore counters and the position in the data. Raises UserError for inconsistent values."""
     try:
         counters = Counters(**host["counters"])

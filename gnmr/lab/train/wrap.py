@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.ranks.world import World
+from gnmr.attachment.ranks.world import World, is_torchrun, processes_started
 from gnmr.errors import UserError
+from gnmr.lab.config import Config
 from gnmr.lab.rivals.greedylore import GreedyLore
 
 
@@ -65,20 +66,20 @@ class _Virtual(Wrapped):
 
     def after(self, last: bool) -> None:
         """Take the gradients of the micro-batch; after the last one of a step, leave the compressed means."""
-        named = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         if self._number < self.workers:
-            self._of_worker.append([one.grad for _, one in named])
+            self._of_worker.append([parameter.grad for _, parameter in named])
         else:
-            for mine, (_, one) in zip(self._of_worker[self._number % self.workers], named, strict=True):
-                if mine is not None and one.grad is not None:
-                    mine += one.grad
+            for total, (_, parameter) in zip(self._of_worker[self._number % self.workers], named, strict=True):
+                if total is not None and parameter.grad is not None:
+                    total += parameter.grad
         self._number += 1
-        for _, one in named:
-            one.grad = None
+        for _, parameter in named:
+            parameter.grad = None
         if last:
             grads, self._of_worker, self._number = self._of_worker, [], 0
-            found = {name: list[Tensor | None](rows) for (name, _), *rows in zip(named, *grads, strict=True)}
-            sent = {name: torch.stack(rows) for name, rows in found.items() if None not in rows}  # type: ignore[arg-type]
+            by_name = {name: list[Tensor | None](rows) for (name, _), *rows in zip(named, *grads, strict=True)}
+            sent = {name: torch.stack(rows) for name, rows in by_name.items() if None not in rows}  # type: ignore[arg-type]
             for name, mean in self._reduce(sent).items():
                 self.model.get_parameter(name).grad = mean
 
@@ -186,3 +187,48 @@ def shards_of(size: int) -> int:
     """Return how many processes share one copy of the model in HSDP: those of a machine, or half of a single one's."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     return local if local < size else size // 2
+
+
+def refuse_processes(config: Config) -> None:
+    """Raise UserError if the number of processes does not fit `parallel` or this run."""
+    kind, size = config.parallel, processes_started()
+    if kind == "none" and size > 1:
+        raise UserError(f"parallel=none: here are {size} processes; use parallel=ddp, fsdp or hsdp")
+    if kind != "none" and not is_torchrun():
+        raise UserError(f"parallel={kind}: needs several processes: torchrun --nproc-per-node N -m gnmr train ...")
+    refuse_compression(config, size)
+    accumulation = config.training.accumulation
+    if accumulation < size:
+        raise UserError(
+            f"training.accumulation={accumulation}: {size} processes need a micro-batch of a step each; "
+            f"use training.accumulation={size} with a smaller training.batch_size, or fewer processes"
+        )
+    if size > 1 and kind != "ddp" and accumulation % size:
+        raise UserError(
+            f"training.accumulation={accumulation}: under parallel={kind} it must be a multiple of the {size} processes"
+        )
+    if size > 1 and kind == "hsdp" and (size % shards_of(size) or shards_of(size) < 2):
+        raise UserError(f"parallel=hsdp: needs an even number of processes, 4 or more, here are {size}; use fsdp")
+
+
+def refuse_compression(config: Config, size: int) -> None:
+    """Raise UserError if `size` processes of this run cannot compress gradients as configured."""
+    compression, kind, accumulation = config.compression, config.parallel, config.training.accumulation
+    key = f"compression.name={compression.name}"
+    if compression.name == "none":
+        return
+    if kind in ("fsdp", "hsdp"):
+        raise UserError(f"{key}: gradients are compressed whole, which parallel={kind} shards; use parallel=ddp")
+    workers = compression.workers
+    if size == 1 and workers is None:
+        raise UserError(
+            f"{key}: needs data parallelism: parallel=ddp under torchrun, or in one process virtual workers, "
+            "compression.workers=2"
+        )
+    if size > 1 and workers not in (None, size):
+        raise UserError(f"compression.workers={workers}: here are {size} processes, each a worker; leave it out")
+    if size == 1 and workers is not None and accumulation < workers:
+        raise UserError(
+            f"training.accumulation={accumulation}: {workers} workers need a micro-batch of a step each; use "
+            f"training.accumulation={workers} with a smaller training.batch_size, or fewer workers"
+        )
