@@ -128,9 +128,8 @@ class Forks:
                 validations[name] = _validation(parts, held_out, step)
         arm = config.training.steps
         sent = 1.0 if parts.compressed is None else parts.compressed.sent_total / (arm * parts.compressed.dense)
-        return ForkResult(
-            losses, validations, active / (arm * len(parts.router.units)), spent / arm, extra_time / arm, sent
-        )
+        promoted = active / (arm * len(parts.router.units))
+        return ForkResult(losses, validations, promoted, spent / arm, extra_time / arm, sent)
 
     def _corpus(self, config: Config) -> TokenCorpus:
         return _cached(self._corpora, repr(config.data), lambda: open_data(config, self.say, self.base))

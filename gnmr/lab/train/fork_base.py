@@ -78,9 +78,7 @@ class Base:
         for key in of_base | of_fork:
             base_value, fork_value = (text(tree.get(key)) for tree in (of_base, of_fork))
             if base_value != fork_value:
-                raise UserError(
-                    f"{key}={fork_value}: the base {self.name} has {base_value}, and a fork continues with the same"
-                )
+                raise UserError(f"{key}={fork_value}: the base {self.name} has {base_value}, which a fork keeps")
 
     def data(self, data: DataConfig) -> DataConfig:
         """Return the config of the data to open for a fork whose config has `data`."""
@@ -97,9 +95,7 @@ class Base:
         difference = f"its data is {self.fingerprint[:12]}, here it is {fingerprint[:12]}"
         if self.tokenizer is None:
             raise UserError(f"base={self.name}: {difference}: give the base's data.*, or make a base of this data")
-        say(
-            f"base={self.name}: {difference} (another Python's library): compare it with forks made under this Python alone"
-        )
+        say(f"base={self.name}: {difference} (another Python's library): compare only forks made under this Python")
         return Branch(self.config.training.seed, 0, 0, order)
 
     def load_into(self, model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = False) -> None:
