@@ -153,17 +153,34 @@ class Router:
         self._paths.share_meters()
 
     def calibrate(self, fraction: float = 0.01, steps: int = 100) -> None:
-        """Calibrate the trigger; see `Controller.calibrate`."""
+        """Calibrate the trigger on the next `steps` steps; see `Controller.calibrate`.
+
+        Args:
+            fraction: share of all (unit, step) pairs that shall exceed the trigger; "1%" is read as 0.01.
+            steps: length of the calibration in optimizer steps.
+        """
         self._check_attached()
         self.controller.calibrate(fraction, steps)
 
     def promote(self, names: Iterable[str]) -> bool:
-        """Put units on the recovery path immediately; see `Controller.promote`."""
+        """Put units on the recovery path immediately; see `Controller.promote`.
+
+        Args:
+            names: ids of the units.
+
+        Returns:
+            False, with nothing changed, if there is no room for them.
+        """
         self._check_attached()
         return self.controller.promote(names)
 
     def micro_step(self, fraction: float | None = None, gradients: Mapping[int, Tensor] | None = None) -> None:
-        """Record a micro-batch; see `Controller.micro_step`."""
+        """Record a micro-batch after its backward pass; needed only for signals that need micro_square.
+
+        Args:
+            fraction: see `Controller.micro_step`.
+            gradients: see `MicroNorms.add`.
+        """
         self._check_attached()
         if self.controller.measured.micro is not None:
             self.follow()
@@ -174,7 +191,23 @@ class Router:
     def step(
         self, grad_scale: float = 1.0, evidence: Evidence | None = None, *, loss_scale: float | None = None
     ) -> Decision:
-        """Take a step; see `Controller.step`. Evidence that the paths measure need not be in `evidence`."""
+        """Observe this step's gradients and route the units for the next one. Waits for the device once.
+
+        Call it once per optimizer step, after the last backward pass and before clipping. Warns once about each use
+        that makes the controller pointless (`gnmr.attachment.hints`).
+
+        Args:
+            grad_scale: the loss scale that the gradients still carry.
+            evidence: evidence that the signal needs and the paths do not measure, (U,) each (docs/signals.md).
+            loss_scale: see `Controller.step`.
+
+        Returns:
+            What was seen and chosen; its set is in force in the next step.
+
+        Raises:
+            ValueError: if evidence is missing, or if a module of the model was replaced.
+            RuntimeError: after `detach`.
+        """
         self.hints.stepped = True
         packet = self.measure(grad_scale, evidence, loss_scale=loss_scale)
         self.hints.add_norms(packet)
@@ -361,9 +394,12 @@ class Router:
     def true_gap(self, backward: Callable[[], object]) -> Tensor:
         """Return the evidence `true_gap`: squared distances of both paths' gradients on one batch (corollary 1), (U,).
 
-        Call it before the step's own passes. `backward` runs forward and backward passes, and is called once per path.
-        With several processes each calls its own, through the model that reduces gradients. Afterwards paths and
-        generators are unchanged and all gradients are None. Does not wait for the device.
+        Call it before the step's own passes. Afterwards paths and generators are unchanged and all gradients are None.
+        Does not wait for the device.
+
+        Args:
+            backward: runs forward and backward passes, and is called once per path. With several processes each calls
+                its own, through the model that reduces gradients.
         """
         self._check_attached()
         with self.unmeasured():

@@ -91,9 +91,10 @@ class Decision:
     def metrics(self) -> dict[str, float]:
         """Return the step as a few numbers for any logger: `wandb.log(decision.metrics())`.
 
-        The numbers are the units in recovery during this step and the next, candidates, promotions, releases, the
-        largest finite risk (NaN without one), the norm of all units' gradients, and how many units exceed each column's
-        threshold.
+        Returns:
+            Numbers of units in recovery during this step and the next, of candidates, promotions and releases; the
+            largest finite risk (NaN without one); the norm of all units' gradients; how many units exceed the threshold
+            of each column.
         """
         finite = self.risk[self.observed & np.isfinite(self.risk)]
         metrics = {
@@ -109,12 +110,20 @@ class Decision:
         return {f"gnmr/{name}": float(value) for name, value in metrics.items()}
 
     def by_risk(self, chosen: np.ndarray) -> list[str]:
-        """Return the ids of the `chosen` units ((U,) bool), largest risk first."""
+        """Return the ids of units, largest risk first.
+
+        Args:
+            chosen: (U,) bool, such as `active` or `candidate`.
+        """
         indices = np.flatnonzero(chosen)
         return [self.units[i] for i in indices[np.argsort(self.rank[indices], kind="stable")]]
 
     def over(self, column: str) -> int:
-        """Return how many observed units exceed this column's threshold; NaN counts as over."""
+        """Return how many observed units exceed a threshold; NaN counts as over.
+
+        Args:
+            column: name of the column, a key of `columns`.
+        """
         threshold, values = self.thresholds[list(self.columns).index(column)], self.columns[column].tolist()
         if threshold is None or (math.isfinite(sum(values)) and max(values) <= threshold):
             return 0

@@ -23,11 +23,17 @@ from gnmr.errors import warn
 
 
 def gradient_norms(parameters: Sequence[nn.Parameter | Slice]) -> Tensor:
-    """Return the 2-norm of each parameter's gradient, (P,) float64; 0 without a gradient.
+    """Return the 2-norm of each parameter's gradient.
 
     Norms accumulate in float32, or in float64 if there are float64 gradients. NaN and Inf pass through. Squares outside
     of float32's range give a norm of Inf (elements above about 1e19) or 0 (below about 1e-23). Does not wait for the
     device.
+
+    Args:
+        parameters: P parameters or slices of them, on one device.
+
+    Returns:
+        (P,) float64 on their device; 0 without a gradient.
     """
     return _norms_of([p.grad for p in parameters], parameters[0].device)
 
