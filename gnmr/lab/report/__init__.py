@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def report(
         return sentences, arm_tables(comparisons), render_page(comparisons, runs, page.parent)
 
     places = find_runs(paths)
-    runs = [run for place in places if (run := read(place, lambda place=place: load(place).check())) is not None]
+    runs = [run for place in places if (run := read(place, partial(_load_checked, place))) is not None]
     try:
         sentences, tables, html_text = make(runs)
     except Damaged:  # units.arrows, which is large, is read only for the tables and the maps
@@ -108,6 +109,10 @@ def _check_places(folder: Path, page: Path, *, default_folder: bool, named_page:
     for file, follow in ((page, named_page), (folder / "report.md", False)):
         if file.parent.is_dir():
             output.check(file, follow=follow)
+
+
+def _load_checked(place: Path) -> Run:
+    return load(place).check()
 
 
 def _common(paths: list[Path]) -> Path:

@@ -213,10 +213,9 @@ def load(folder: Path) -> Run:
             flat = {"controller.hold": 1} | config.flatten(tree)
             settings = config.decisive(flat)
             arm = str(header.get("arm") or (name["arm"] if name else folder.name))
-            seed = flat.get("training.seed")
-            if seed is None:
-                seed = header.get("seed") or (name["seed"] if name else 0)
-            seed, digest = int(seed), name["hash"] if name else config.hash_of(settings)
+            recorded_seed = header.get("seed") or (name["seed"] if name else 0)
+            seed = int(recorded_seed if flat.get("training.seed") is None else flat["training.seed"])
+            digest = name["hash"] if name else config.hash_of(settings)
     with reading(folder / "config.yaml"):
         for key in _SIZES:
             if not isinstance(settings.get(key), int | None):

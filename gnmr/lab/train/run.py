@@ -177,8 +177,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     with world.agreed():
         blocks.check(training.batch_size, training.seq_len)
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
-        reason = "in several processes" if world.size > 1 else "with compressed gradients"
-        lines_to_say.append(f"verdicts: none {reason}, a step that spikes is not run again")
+        setting = "in several processes" if world.size > 1 else "with compressed gradients"
+        lines_to_say.append(f"verdicts: none {setting}, a step that spikes is not run again")
     goes_on = world.from_first(lambda: (folder / "steps.jsonl").exists()) or newest is not None
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
