@@ -80,18 +80,17 @@ class Level(NamedTuple):
         """Return whether `value` is above the limit or not finite."""
         return not (math.isfinite(value) and value <= self.limit)
 
-    def gone(self, before: float, now: float) -> bool:
-        """Return whether the spike `before` has disappeared."""
-        if not math.isfinite(now):
-            return False
-        return not math.isfinite(before) or now - self.mean < (before - self.mean) / 2
+    def removed(self, before: float, now: float, better: float | None = None) -> bool:
+        """Return whether the spike `before` is gone with `now`.
 
-    def removed(self, before: float, now: float, better: float) -> bool:
-        """Return whether recovery of some units has reduced the spike `before` to `now` so far that no spike is left.
-
-        Recovery of everything gives `better`. The excess over `better` must be less than half of the spike, and too
-        small to be a spike alone.
+        Without `better`, less than half of its excess over the mean must be left. Otherwise `now` is of recovery of
+        some units, and `better` of recovery of everything: the excess over `better` must be less than half of the spike
+        and too small to be a spike alone.
         """
+        if better is None:
+            if not math.isfinite(now):
+                return False
+            return not math.isfinite(before) or now - self.mean < (before - self.mean) / 2
         by_itself = max(self.limit - better, (self.limit - self.mean) / 2)  # a hard batch is near the limit already
         half = (before - better) / 2 if math.isfinite(before) else math.inf
         return now - better < (min(half, by_itself) if by_itself > 0 else half)
@@ -303,15 +302,13 @@ def _same(first: PassNumbers, second: PassNumbers, tolerance: float) -> bool:
 def _gone(
     levels: tuple[Level, Level], before: PassNumbers, now: PassNumbers, better: PassNumbers | None = None
 ) -> bool:
-    """Return True if each spike is `Level.gone` (with `better`: `Level.removed`), False if nothing spiked."""
+    """Return True if each spike is `Level.removed`, False if nothing spiked."""
+    loss_level, norm_level = levels
     answers = []
-    for i, level in enumerate(levels):  # loss, then norm
-        if not level.spike(before[i]):
-            continue
-        if better is None:
-            answers.append(level.gone(before[i], now[i]))
-        else:
-            answers.append(level.removed(before[i], now[i], better[i]))
+    if loss_level.spike(before.loss):
+        answers.append(loss_level.removed(before.loss, now.loss, better and better.loss))
+    if norm_level.spike(before.norm):
+        answers.append(norm_level.removed(before.norm, now.norm, better and better.norm))
     return bool(answers) and all(answers)
 
 

@@ -93,12 +93,11 @@ def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tens
 def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
     """Return the `tensor_norms` of `tensors`, which have the shapes and shards of `parameters`."""
     device = parameters[0].device
-    shards = [None if tensor is None else local(tensor) for tensor in tensors]
-    present = [shard is not None and shard.numel() > 0 for shard in shards]
-    norms = torch.zeros(len(shards), dtype=torch.float64, device=device)
+    present = [tensor is not None and local(tensor).numel() > 0 for tensor in tensors]
+    norms = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     if any(present):
         # torch has no public batched norm; torch.nn.utils.get_total_norm calls the same kernel, but returns one number.
-        existing = [shard for shard, there in zip(shards, present, strict=True) if there]
+        existing = [local(tensor) for tensor in tensors if tensor is not None and local(tensor).numel() > 0]
         values = torch.stack(torch._foreach_norm(existing, order, dtype=torch.float32)).double()
         norms.masked_scatter_(flags(present, device), values)
     if not any(is_sharded(p) for p in parameters):
