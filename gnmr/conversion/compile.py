@@ -45,6 +45,7 @@ def into_graphs(
     if any(operator.pinned for operator in operators):
         why = "pinned operators have paths of their own, and each block would be graphs by itself"
     if why is None:
+        # The graphs of all operators share one function for each recipe.
         recipes = [path for path in (low, recovery) if isinstance(path, Recipe)]
         graphs = tuple((repr(recipe), graph_linear(recipe)) for recipe in recipes)
         inside = {module for block in blocks for module in block.modules()}
@@ -95,8 +96,9 @@ def graph_linear(recipe: Recipe) -> GraphLinear:
         _recipe: str,
     ) -> Tensor:
         x = input
-        if dtype is not None:
+        if dtype is not None:  # autocast
             x, weight, bias = input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        # Without a history: the counts leave the graph as the gradient of the tally.
         context = context_kind(recipe, None, 0)
         rows, casts = x.detach().reshape(-1, x.shape[-1]), Casts()
         x_fprop = context.cast("input", rows, recipe.fprop.input, 1, casts)
@@ -125,5 +127,6 @@ class _LastRead:
         if self._tensor is None or self._tensor() is not x:
             self._tensor, self._counted = weakref.ref(x), set()
         for key, (_, stats) in casts.items():
+            # The compiler merges equal casts, but each operator's backward pass would count its own.
             stats.counted = key in self._counted
             self._counted.add(key)

@@ -192,6 +192,7 @@ class GemmContext:
             if observed and place not in self._largest:
                 self._largest[place] = largest_magnitude(x.float(), (0, 1))
             return x
+        # A cast of the same tensor is made once, whichever GEMMs and operators read it.
         key = self.key(cast, contraction_dim)
         broken = operand == "input" and self.fault is not None and _READS_INPUT[contraction_dim] not in self._sound
         if broken:
@@ -242,6 +243,7 @@ class GemmContext:
     def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
         """Return (the weight as fprop reads it, the weight as dgrad keeps it: the same cast, or the weight itself)."""
         casts: Casts = {}
+        # dgrad contracts the other dimension, so that only undirected casts are the same in both GEMMs.
         w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, casts)
         dgrad = self.recipe.dgrad.weight
         same = None if dgrad is None else casts.get(self.key(dgrad, 0))
@@ -330,7 +332,7 @@ class SavedCopyContext(GemmContext):
         if self._from_copy:
             packed, scale = x_fprop
             x = decompress(packed, scale, self._format, x.shape[-1], x.dtype).view(x.shape)
-        self._width, self._dtype = x.shape[-1], x.dtype
+        self._width, self._dtype = x.shape[-1], x.dtype  # for the copy in backward
         return F.linear(x, weight, bias)
 
     def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:

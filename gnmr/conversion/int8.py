@@ -83,9 +83,14 @@ class Integers(NamedTuple):
 
 
 def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastStats]:
-    """Return (`x` (N, D) in INT8 with one scale per row, statistics of the cast); `x` has any floating dtype.
+    """Quantize a matrix to INT8.
 
-    Columns with a magnitude of at least `outliers` stay unchanged; finding them waits for the device.
+    Args:
+        x: (N, D), any floating dtype.
+        outliers: columns with at least this magnitude stay unchanged; finding them waits for the device.
+
+    Returns:
+        The codes with one scale per row, and statistics of the cast.
     """
     x, columns, outlier_columns = _without_outliers(x, outliers)
     wide = x.to(torch.float32, copy=True)
@@ -109,11 +114,21 @@ def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tenso
 
 
 def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
-    """Return codes `a` (M, K) times the transpose of codes `b` (N, K), (M, N) int32; exact for K up to 133,144."""
+    """Multiply integers exactly.
+
+    Args:
+        a: codes (M, K), int8.
+        b: codes (N, K), int8; K is at most 133,144.
+        real: whether `torch._int_mm` multiplies; False: products of float32.
+
+    Returns:
+        a times the transpose of b, (M, N) int32.
+    """
     rows = a.shape[0]
     if real and a.shape[1] > 1:  # for a single input oneDNN writes nothing, and the result is arbitrary memory
         if a.device.type == "cuda" and rows < _ROWS:
             a = F.pad(a, (0, 0, 0, _ROWS - rows))
+        # Private, because torch has no public product of integers.
         return torch._int_mm(a, b.t())[:rows]
     sums, partial_sums = (
         torch.zeros(rows, b.shape[0], dtype=dtype, device=a.device) for dtype in (torch.int32, torch.float32)

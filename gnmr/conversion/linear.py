@@ -1,13 +1,14 @@
-"""A linear operator that keeps only a compressed copy of its input for backward.
+"""A linear operator with two paths: which one is in force, and what its GEMMs read (`gemms.py` runs them).
 
-The forward pass and the input gradient (`dgrad`) are exact. Of the operands of the weight gradient (`wgrad`) the saved
-input is quantized, per token, in the format of the path in force. This is the paper's act-quant stress (5.1, E.1):
+Under a recipe, operands are cast as the recipe says. Under a format, the forward pass and the input gradient (`dgrad`)
+are exact, and only a compressed copy of the input is kept for the weight gradient (`wgrad`): per token, in the format
+of the path in force. This is the paper's act-quant stress (5.1, E.1):
 
     y  = x W^T + b              fprop: x itself              (site "forward": Q(x))
     dx = dy W                   dgrad: exact
     dW = dy^T Q(x)              wgrad: from the compressed copy
 
-Operators that read the same tensor (q, k, v; gate, up) on the same path share one compressed copy. The format `bf16`
+Operators that read the same tensor (q, k, v; gate, up) on the same path share its copy and its casts. The format `bf16`
 keeps x itself; the arithmetic is then that of `nn.Linear`, to the last bit.
 
 A tensor counts as the same while it is the same object with the same version number. If an operator reads it a second
@@ -163,7 +164,9 @@ class PathLinear(nn.Linear):
     @property
     def sound(self) -> frozenset[str]:
         """GEMMs that a fault of the low path does not hit: those in recovery (without `gemms` all or none)."""
-        return self.recovered if self.gemms and self.shared.warmup is None else frozenset(GEMMS * self.recovering)
+        if self.gemms and self.shared.warmup is None:
+            return self.recovered
+        return frozenset(GEMMS) if self.recovering else frozenset()
 
     @property
     def routable(self) -> bool:
@@ -188,8 +191,8 @@ class PathLinear(nn.Linear):
 
     def _fits_graph(self, input: Tensor) -> bool:
         """Return whether no probe or fault is active, and casts can be counted in a backward pass."""
-        observers = (self.shared.probe, self.shared.prices)
-        measuring = any(observer is not None and observer.enabled for observer in observers)
+        probe, prices = self.shared.probe, self.shared.prices
+        measuring = (probe is not None and probe.enabled) or (prices is not None and prices.enabled)
         disturbed = self.fault is not None or measuring or self.shared.watch is not None
         disturbed = disturbed or input.is_nested or is_sharded(input, self.weight)  # refused between graphs
         counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
@@ -223,6 +226,7 @@ class PathLinear(nn.Linear):
         bias: Tensor | None = self.bias
         keeps = torch.is_grad_enabled() and weight.requires_grad
         quantizes = isinstance(path, Recipe) or (shared.quantize_forward and not isinstance(path, KeepFormat))
+        # Without casts in fprop and without wgrad, a path is the plain linear.
         if path is None or not (keeps or quantizes):
             return self.plain(input)
         if transformed():
@@ -243,6 +247,7 @@ class PathLinear(nn.Linear):
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
             weight = weight.to(dtype) if weight.is_floating_point() else weight
         fault = self.fault.for_step(input, remember=not shared.no_side_effects) if self.fault is not None else None
+        # The operands that the path makes of the input, and one function for all three GEMMs.
         arguments = Arguments(input, x, weight, bias, keeps, fault)
         if isinstance(path, Recipe):
             operands, kept_dtype = self._cast_operands(path, begun, arguments), x.dtype
@@ -397,6 +402,7 @@ def hides_class(module: nn.Module) -> bool:
 
 def transformed() -> bool:
     """Return whether a transform of torch.func or forward-mode differentiation is active."""
+    # Private, because torch has no public question for either.
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 

@@ -82,6 +82,7 @@ class _PassLog:
 
     def add(self, begun: Pass) -> None:
         """Record a pass without gradients."""
+        # Plain passes are evaluations, as a rule, and say nothing of the path.
         before, self._last = self._on_path, begun
         if begun.path is not None:
             in_step = before is not None and before.step == begun.step
@@ -125,11 +126,13 @@ def begin(operator: object, name: str, now: Pass, side_effects: bool = True) -> 
     if repeated is not None:
         begun = _next_pass(repeated, operator, now)
     elif side_effects and torch.is_grad_enabled() == in_backward():
+        # No gradients in a forward pass, or gradients in a backward pass: a re-entrant region may be at work.
         log = _LOGS.setdefault(operator, _PassLog())
         if in_backward():
             begun = log.repeated(now, name)
         else:
             log.add(now)
+    # An inner region that is run for the first time, or run again, keeps the pass for its own recomputation.
     for frame in running:
         _REGIONS.setdefault(frame, _Region()).passes.setdefault(operator, []).append(begun)
         begun.checkpointed = True

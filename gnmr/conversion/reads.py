@@ -57,6 +57,7 @@ class Read:
                 for results in (read.copies, read.casts, read.measured):
                     results.clear()
 
+        # Copies go with the tensor, at the latest.
         self._tensor = weakref.ref(x, let_go)
         self._version = -1 if x.is_inference() else x._version
         self.reader, self.index = reader, index
@@ -67,6 +68,7 @@ class Read:
 
     def joins(self, x: Tensor, reader: str) -> bool:
         """Return whether `x` is this tensor and new to `reader`, and add `reader` to its readers if so."""
+        # A reader that comes again begins another pass, in which the tensor may have changed unseen.
         if self._tensor() is not x or self._version != x._version or reader in self._readers:
             return False
         self._readers.add(reader)

@@ -1,7 +1,7 @@
 """Resolve the paths of a `PathSpec`, and the backend that runs them.
 
 simulated    Operands are rounded to the format's values, and GEMMs run in the tensors' own dtype
-             (`simulated.py`). Runs on any device.
+             (`gemms.py`). Runs on any device.
 scaled_mm    PyTorch's products of operands of one byte (`scaled_mm.py`). Needs a GPU of compute capability 8.9
              or newer (Ada, Hopper, Blackwell); tiles and blocks need Hopper. CPUs multiply whole tensors so too,
              without a gain in speed, which is useful for tests.

@@ -72,6 +72,7 @@ def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device 
 def _recipe_missing(recipe: Recipe) -> str | None:
     """Return, as a predicate, what the recipe does that scaled_mm cannot do, or None."""
     takes = "scaled_mm takes E4M3 and E5M2 under one scale a tensor, E4M3 in tiles and blocks"
+    # Each GEMM must have an instruction: two native formats, not both E5M2, under scales of one kind.
     for name in GEMMS:
         gemm: Gemm = getattr(recipe, name)
         operands = [cast for cast in (gemm.input, gemm.weight, gemm.grad_output) if cast is not None]
@@ -165,7 +166,16 @@ class Codes(NamedTuple):
 
 
 def product(a: Tensor | Codes, b: Tensor | Codes, dtype: torch.dtype) -> Tensor:
-    """Return a (M, K) times b (K, N), both plain or both codes, in `dtype`. Does not wait for the device."""
+    """Multiply two matrices on FP8 hardware. Does not wait for the device.
+
+    Args:
+        a: (M, K), plain or codes.
+        b: (K, N), the same kind.
+        dtype: dtype of the result.
+
+    Returns:
+        (M, N) in `dtype`.
+    """
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         assert isinstance(a, Tensor) and isinstance(b, Tensor), "`missing` refuses"
         return a @ b
@@ -186,6 +196,7 @@ def _tensor_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtyp
 
 def _group_product(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     """Return the product of a (M, K) and the transpose of b (N, K), whose groups lie along K."""
+    # Zeros fill the last group along K, and the lines that the layout of the scales needs.
     count, groups = len(a.codes), a.scale.shape[1]
     lines = TILE if _is_block(a) else MULTIPLE
     operands = []

@@ -101,11 +101,18 @@ class AmaxHistory:
         self.history = self.history.new_empty(history.shape).copy_(history)
 
     def delayed(self, operator: int, operand: int, steps: int, now: Tensor, begun: Pass | None = None) -> Tensor:
-        """Return the magnitude that a delayed scale is taken from; `now` is the tensor's own.
+        """Return the magnitude that a delayed scale is taken from.
 
-        The result is the largest of the `steps` before. It is `now` if there are none before or a weight was replaced,
-        and NaN if `now` is not finite. `begun` is the forward pass whose scales count; None: the current scales, and
-        nothing is recorded.
+        Args:
+            operator: its index.
+            operand: index among `OPERANDS`.
+            steps: number of steps to look back.
+            now: max|x| of the tensor itself.
+            begun: the forward pass whose scales count; None: the current scales, and nothing is recorded.
+
+        Returns:
+            The largest magnitude of the steps before, a scalar. It is `now` if there are none before or a weight was
+            replaced, and NaN if `now` is not finite.
         """
         history, replaced = self.history, self.replaced
         if begun is not None and begun.history is not None:
@@ -113,9 +120,11 @@ class AmaxHistory:
             if operand != _GRADIENT and begun.replaced is not None:
                 replaced = begun.replaced  # the pass did not know of later operators
         assert history is not None
+        # Column 0 is this step, which must not see itself.
         before = history[operator, operand, 1 : 1 + steps].amax()
         if operand == _GRADIENT:
             before = before * self.times
+        # A weight that jumps was replaced: from then on, every scale comes from the tensors themselves.
         if operand == _WEIGHT:
             grown = (before > 0) & (now > _REPLACED * before)
             shrunk = now * _REPLACED < history[operator, operand, 1]
@@ -141,7 +150,7 @@ class AmaxHistory:
         for operand, stats in casts:
             if stats.counted:
                 continue
-            stats.counted = True
+            stats.counted = True  # other readers of the cast count nothing
             assert stats.operator is not None
             for kind, number in enumerate((stats.saturated, stats.nonfinite)):
                 if number is not None:

@@ -318,6 +318,7 @@ class Recipe:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
             if gemm.result is not None and gemm.result.scale not in ("tensor", "row"):
                 raise ValueError(f"recipe {self.name}: {name}'s result cannot be {gemm.result}; use tensor or row")
+            # A rotation cancels only if both operands have it.
             rotated = [cast is not None and cast.hadamard for cast in (getattr(gemm, o) for o in operands)]
             if len(set(rotated)) > 1 or (gemm.result is not None and gemm.result.hadamard):
                 raise ValueError(f"recipe {self.name}: {name}: hadamard is for both of {' and '.join(operands)}")

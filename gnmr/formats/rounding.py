@@ -52,6 +52,7 @@ class Rounding:
 
     def next_pass(self, operator: int, step: int) -> Key:
         """Return the key of a pass of `operator` that began in `step`, without the seed and the operand."""
+        # Without a named micro-batch, passes are counted as if all ranks took turns in one process.
         count = self._passes.get((step, operator), 0)
         self._passes[step, operator] = count + 1
         if self._micro_batch is None:
@@ -60,6 +61,7 @@ class Rounding:
 
     def generator(self, *key: int) -> torch.Generator:
         """Return the generator, seeded for the numbers of `key`; it is the same object each time."""
+        # SeedSequence mixes the numbers, so that neighboring keys draw unrelated noise.
         words = np.random.SeedSequence([self.seed, *key]).generate_state(1, np.uint64)
         if self._generator is None:
             self._generator = torch.Generator(self._device)
@@ -76,6 +78,7 @@ class Rounding:
 
     def state(self) -> Tensor:
         """Return (seed, step), (2,) int64."""
+        # PyTorch has no unsigned 64-bit numbers in checkpoints: the seed wraps around.
         return torch.tensor([self.seed - 2**64 if self.seed >= 2**63 else self.seed, self.step], device="cpu")
 
     def load(self, state: Tensor) -> None:

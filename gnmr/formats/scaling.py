@@ -48,13 +48,20 @@ def scale_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @always_recomputed
 def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Return (packed (N, row_bytes) uint8, scale (N, `scales_of`)) of `rows` (N, D), any floating dtype.
+    """Compress rows to few bits. Does not wait for the device.
 
-    Rounds stochastically with a `generator`, to nearest if it is None. Does not wait for the device.
+    Args:
+        rows: (N, D), any floating dtype.
+        fmt: the format of the codes.
+        generator: source of stochastic rounding, on the device of rows; None: round to nearest.
+
+    Returns:
+        The packed codes, (N, `row_bytes`) uint8, and their scales, (N, `scales_of`) in `scale_dtype`.
     """
     # Make one explicit float32 copy and work on it in place: mixed-dtype arithmetic is slow on CPUs.
     scaled = rows.to(torch.float32, copy=True)
     if isinstance(fmt, RangeFormat):
+        # Steps and smallest values are rounded to their stored dtype before elements are encoded with them.
         scale = _ranges(scaled, fmt, scale_dtype(rows.dtype))
         step, low = _of_each(scale.float(), fmt, scaled.shape[1])
         scaled.sub_(low).div_(step)
@@ -166,7 +173,18 @@ def count_nonfinite(x: Tensor, largest: Tensor | None = None) -> Tensor | None:
 
 @always_recomputed
 def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: torch.dtype) -> Tensor:
-    """Return the rows (N, width) in `dtype` from which `compress` made `packed` and `scale`."""
+    """Restore the rows that `compress` compressed.
+
+    Args:
+        packed: (N, `row_bytes`) uint8.
+        scale: (N, `scales_of`).
+        fmt: the format of the codes.
+        width: elements of a row, D.
+        dtype: dtype of the result.
+
+    Returns:
+        (N, D) in `dtype`.
+    """
     if isinstance(fmt, RangeFormat):
         step, low = _of_each(scale.float(), fmt, width)
         return fmt.decode(unpack(packed, fmt.bits, width), torch.float32).mul_(step).add_(low).to(dtype)

@@ -7,6 +7,8 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+
+# Private, because torch has no public way to leave selective checkpointing; an ignored operation per cast would be one.
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -30,6 +32,7 @@ def always_recomputed(function: Callable[_P, _R]) -> Callable[_P, _R]:
         modes = dispatch._get_current_dispatch_mode_stack()
         if not any(isinstance(mode, _CACHES) for mode in modes):
             return function(*args, **kwargs)
+        # Modes can be removed from the top alone, so all are taken off, and those that are not caches put back.
         for _ in modes:
             dispatch._pop_mode()
         without_caches = [mode for mode in modes if not isinstance(mode, _CACHES)]
