@@ -173,18 +173,18 @@ def compared_paths(
     )
 
 
-def recipe_named(name: str, others: Iterable[str] = (), key: str = "recipe") -> str:
+def recipe_named(name: str, defined: Iterable[str] = (), key: str = "recipe") -> str:
     """Return `name`, or the recipe that casts everything to the format `name`.
 
     Args:
         name: a recipe or a format.
-        others: further recipes that the caller has.
+        defined: further recipes that the caller has.
         key: the option, for messages.
 
     Raises:
         ValueError: there is no such recipe.
     """
-    known_recipes = (*RECIPES, *others)
+    known_recipes = (*RECIPES, *defined)
     if name not in known_recipes and f"sim_{name}" in RECIPES:
         return f"sim_{name}"
     if name not in known_recipes:

@@ -578,8 +578,8 @@ class _Measurement:
         curve: list[Choice] = []
         if not diagnosis.pins:
             plan = diagnosis.choice()
-            others = (choice for choice in map(diagnosis.choice, CURVE) if choice.pins and choice.pins != plan.pins)
-            by_extra = {choice.extra: choice for choice in others}
+            further = (choice for choice in map(diagnosis.choice, CURVE) if choice.pins and choice.pins != plan.pins)
+            by_extra = {choice.extra: choice for choice in further}
             curve = [by_extra[extra] for extra in sorted(by_extra)]
             choices |= {"plan": [plan], **diagnosis.alternatives}
             choices |= {f"{choice.extra}": [choice] for choice in curve}

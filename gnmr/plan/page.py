@@ -38,14 +38,14 @@ class View:
         self.end = max((row.interval[1] for row in self.top if math.isfinite(row.interval[1])), default=0.0) or 1.0
         """The end of the longest bar."""
         self._prefix = "model." if all(name.startswith("model.") for name in diagnosis.operators) else ""
-        self.others: list[GemmCost] = []
+        self.outside: list[GemmCost] = []
         """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""
         by_kind: dict[tuple[str, str], dict[int, list[GemmCost]]] = {}
         for row in (row for row in (*diagnosis.rows, *diagnosis.unplanned) if row.gemm == "fprop"):
             names = row.operator.split(".")
             at = next((i for i, name in enumerate(names[:-1]) if name.isdecimal()), None)
             if at is None:
-                self.others.append(row)
+                self.outside.append(row)
                 continue
             inner = ["*" if name.isdecimal() else name for name in names[at + 1 : -1]]
             kind = ".".join(names[:at]), ".".join([*inner, names[-1]])
@@ -58,7 +58,7 @@ class View:
         """fprop by kind, in the model's order, and layer. Experts of one layer share a cell."""
         self.layers = sorted({layer for by_layer in self.kinds.values() for layer in by_layer})
         cells = [rows for by_layer in self.kinds.values() for rows in by_layer.values()]
-        cells += [[row] for row in self.others]
+        cells += [[row] for row in self.outside]
         planned = (self.sum(rows) for rows in cells if rows[0].operator in diagnosis.operators)
         self.largest = max(planned, default=0.0)
 

@@ -131,8 +131,8 @@ class PinPlan:
         require(some, "operators", "..." if self.operators else self.operators, "must be {operator: [inputs, outputs]}")
         for name, shape in self.operators.items():
             _name("operators", name)
-            whole = isinstance(shape, list | tuple) and len(shape) == 2 and all(map(_width, shape))
-            require(whole, f"operators.{name}", shape, "must be [inputs, outputs], two whole numbers of at least 1")
+            valid = isinstance(shape, list | tuple) and len(shape) == 2 and all(map(_width, shape))
+            require(valid, f"operators.{name}", shape, "must be [inputs, outputs], two whole numbers of at least 1")
         object.__setattr__(self, "operators", {name: tuple(shape) for name, shape in self.operators.items()})
         object.__setattr__(self, "pins", self._spec().pinned)
         for key in ("pins", "prices", "work"):
@@ -151,9 +151,12 @@ class PinPlan:
         for name, saved in self.saved_as.items():
             _name("saved_as", name)
             _names(f"saved_as.{name}", saved)
-        for key, number in {**{f"work.{name}": one for name, one in self.work.items()}, "rest": self.rest}.items():
-            whole = type(number) is int and 0 <= number < 1 << 100
-            require(whole, key, number, "must be a whole number of multiplications")
+        for key, number in {
+            **{f"work.{name}": multiplications for name, multiplications in self.work.items()},
+            "rest": self.rest,
+        }.items():
+            valid = type(number) is int and 0 <= number < 1 << 100
+            require(valid, key, number, "must be a whole number of multiplications")
         timed = self.rest > 0 or any(self.work.get(name, 1) for name in self.operators)
         require(timed, "work", "...", "is 0 of every operator, so there is no GEMM time; give their multiplications")
         if self.budget is not None:
@@ -164,14 +167,14 @@ class PinPlan:
             one_of(FUSED, fused=kind)
         self._check_prices()
         if self.expected is not None:
-            both = isinstance(self.expected, list | tuple) and len(self.expected) == 2
-            require(both, "expected", self.expected, "must be {before: nats, after: nats}, or null")
+            is_pair = isinstance(self.expected, list | tuple) and len(self.expected) == 2
+            require(is_pair, "expected", self.expected, "must be {before: nats, after: nats}, or null")
             for key, nats in zip(("before", "after"), self.expected, strict=True):
                 within(-1e9, 1e9, **{f"expected.{key}": nats})  # type: ignore[arg-type]
         _known("triggers", self.triggers, ("price",))
         for key, threshold in self.triggers.items():
             within(0, 1e9, or_null=True, **{f"triggers.{key}": threshold})
-        texts = isinstance(self.provenance, dict) and all(isinstance(one, str) for one in self.provenance.values())
+        texts = isinstance(self.provenance, dict) and all(isinstance(text, str) for text in self.provenance.values())
         require(texts, "provenance", self.provenance, "must be {name: text}")
 
     def _check_prices(self) -> None:
@@ -199,9 +202,10 @@ class PinPlan:
         from gnmr.conversion.resolve import recipes_of
 
         names = dict.fromkeys([self.low, *(recipe for by_gemm in self.pins.values() for recipe in by_gemm.values())])
-        names |= dict.fromkeys(one for own in self.prices.values() for by_recipe in own.values() for one in by_recipe)
-        known = recipes_of(self._spec())
-        return [known[name] for name in names]
+        for by_gemm in self.prices.values():
+            names |= dict.fromkeys(recipe for nats_on in by_gemm.values() for recipe in nats_on)
+        recipe_of = recipes_of(self._spec())
+        return [recipe_of[name] for name in names]
 
     def gemm_times(self) -> Times:
         """Return the time of every GEMM on each recipe that it names, and in 16 bits (`times_of`)."""
@@ -212,8 +216,15 @@ class PinPlan:
 
         They are 0 on `recovery` and in 16 bits, and infinite on a recipe that was not measured.
         """
-        free = {one.name: 0.0 if one.name == self.recovery or not one.casts else math.inf for one in self._recipes()}
-        return {(name, gemm): free | own for name, by_gemm in self.prices.items() for gemm, own in by_gemm.items()}
+        default = {
+            recipe.name: 0.0 if recipe.name == self.recovery or not recipe.casts else math.inf
+            for recipe in self._recipes()
+        }
+        return {
+            (name, gemm): default | nats_on
+            for name, by_gemm in self.prices.items()
+            for gemm, nats_on in by_gemm.items()
+        }
 
     def _recipes(self) -> list[Recipe]:
         from gnmr.formats.recipes import RECIPES as RECIPES_OF
@@ -225,9 +236,12 @@ class PinPlan:
 
         The file's `extra` and `expected` are not read.
         """
-        by_operator = (self.pins if pins is None else pins).items()
-        items = ((name, gemm, recipe) for name, own in by_operator for gemm, recipe in own.items())
-        chosen = {(name, gemm): recipe for name, gemm, recipe in items if gemm in gemms}
+        chosen = {
+            (name, gemm): recipe
+            for name, recipe_of in (self.pins if pins is None else pins).items()
+            for gemm, recipe in recipe_of.items()
+            if gemm in gemms
+        }
         return as_choice(chosen, *self._nats_and_times, self.low)
 
     @cached_property
@@ -271,20 +285,22 @@ class PinPlan:
 
     def refuse_other(self, where: object, operators: Shapes) -> None:
         """Raise UserError if a model of these operators is not the plan's model. `where` names the plan."""
-        ours, theirs = _bare(self.operators), _bare(operators)
-        for name in (*ours, *theirs):
-            if ours.get(name) == theirs.get(name):
+        planned, present = _bare(self.operators), _bare(operators)
+        for name in (*planned, *present):
+            if planned.get(name) == present.get(name):
                 continue
-            how = f"no {name} here" if name in ours else f"{name} only here"
-            if name in ours and name in theirs:
-                (a, b), (c, d) = ours[name], theirs[name]
+            how = f"no {name} here" if name in planned else f"{name} only here"
+            if name in planned and name in present:
+                (a, b), (c, d) = planned[name], present[name]
                 how = f"{name} is {a} -> {b} there, {c} -> {d} here"
-            number = f"{plural(len(ours), 'operator')}, here {len(theirs)}; " * (len(ours) != len(theirs))
+            number = ""
+            if len(planned) != len(present):
+                number = f"{plural(len(planned), 'operator')}, here {len(present)}; "
             raise UserError(f"{where}: was made for another model ({number}{how})")
         index = NameIndex(operators)
         for name in _bare(self.pins):
-            if len(found := index.matching(name)) > 1:
-                raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(found[:3])})")
+            if len(names := index.matching(name)) > 1:
+                raise UserError(f"{where}: pins.{name}: this model has several of this name ({', '.join(names[:3])})")
 
 
 def read_plan(path: str | PathLike[str]) -> PinPlan:

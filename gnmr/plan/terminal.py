@@ -72,12 +72,12 @@ def _heat_map(view: View, width: int) -> Iterator[Text]:
         yield line.append(f"{words} {pinned:3} kept" if pinned and width >= NARROW else words, style="dim")
     if more := len(rows_of) - len(largest_kinds):
         yield Text(f"... and {more} kinds of operators more", style="dim")
-    if view.others:
+    if view.outside:
         line = Text()
-        for row in sorted(view.others, key=lambda row: -row.value)[:_MOST]:
+        for row in sorted(view.outside, key=lambda row: -row.value)[:_MOST]:
             line.append(f"{printable(row.operator)} {short(row.value)} ").append(*_mark(row.value, view.largest))
             line.append(" kept  " if view.pinned([row]) else "  ")
-        yield line.append(f"and {len(view.others) - _MOST} more" if len(view.others) > _MOST else "")
+        yield line.append(f"and {len(view.outside) - _MOST} more" if len(view.outside) > _MOST else "")
 
 
 def _mark(value: float, largest: float) -> tuple[str, str]:

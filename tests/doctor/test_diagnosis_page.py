@@ -80,7 +80,7 @@ def test_every_name_has_a_place() -> None:
     )
     assert list(view.kinds) == ["mlp.experts.*.up_proj", "mlp.up_proj", "self_attn.k_cache"]
     assert [len(rows) for rows in view.kinds["mlp.experts.*.up_proj"].values()] == [8, 8, 8]
-    assert view.layers == [0, 1, 2] and [row.operator for row in view.others] == ["lm_head", "0", "enc.3"]
+    assert view.layers == [0, 1, 2] and [row.operator for row in view.outside] == ["lm_head", "0", "enc.3"]
     view = View(diagnosis(names=towers))
     assert list(view.kinds) == ["text.layers.attn.qkv", "vision.layers.attn.qkv"] and view.layers == [0, 5]
     for names in (experts, towers, ["0", "3", "5"], [HOSTILE]):

@@ -24,7 +24,7 @@ from gnmr.records.untrusted import exists
 
 if TYPE_CHECKING:
     from gnmr.formats import Recipe
-    from gnmr.lab.evaluation.blocks import Blocks
+    from gnmr.lab.evaluation.blocks import TextBlocks
     from gnmr.lab.evaluation.subjects import Subject
     from gnmr.plan.diagnosis import Diagnosis
     from gnmr.plan.pin_plan import PinPlan
@@ -193,7 +193,7 @@ def _check_places(options: Namespace) -> None:
                 pass
 
 
-def _diagnosed(subject: Subject, blocks: Blocks, options: Namespace, path_options: Mapping[str, Any]) -> Diagnosis:
+def _diagnosed(subject: Subject, blocks: TextBlocks, options: Namespace, path_options: Mapping[str, Any]) -> Diagnosis:
     from gnmr.lab.train.loss import logits_of
     from gnmr.plan.diagnose import diagnose
 
@@ -215,7 +215,7 @@ def _diagnosed(subject: Subject, blocks: Blocks, options: Namespace, path_option
         )
 
 
-def _origin(subject: Subject, options: Namespace, blocks: Blocks, command: str, seconds: float) -> dict[str, Any]:
+def _origin(subject: Subject, options: Namespace, blocks: TextBlocks, command: str, seconds: float) -> dict[str, Any]:
     """Return the provenance of the numbers."""
     import torch
 

@@ -15,7 +15,7 @@ from gnmr.records.untrusted import exists, reading
 if TYPE_CHECKING:
     from gnmr.formats import Recipe
     from gnmr.lab.config import Config
-    from gnmr.lab.evaluation.blocks import Blocks
+    from gnmr.lab.evaluation.blocks import TextBlocks
     from gnmr.lab.evaluation.subjects import Subject
     from gnmr.plan.pin_plan import PinPlan
 
@@ -32,48 +32,48 @@ def add_options(parser: Parser, batches: str) -> None:
 
 def asked_of(parser: Parser, argv: list[str], command: str) -> tuple[Namespace, str, Config | None]:
     """Return (the options, the place, its config if it is a run). Raises UserError before anything is loaded."""
-    asked, place = parser.of_one_place(argv, "run folder or checkpoint")
-    if asked.plan is not None and asked.recipe is not None:
+    options, place = parser.of_one_place(argv, "run folder or checkpoint")
+    if options.plan is not None and options.recipe is not None:
         raise UserError("recipe: the plan says which; leave one of them out")
     folder = Path(place).expanduser()
     if not exists(folder / "config.yaml"):
         needs(command, "transformers")
-        return asked, place, None
+        return options, place, None
     from gnmr.lab.config import read
 
     with reading(folder):
-        return asked, place, read(folder / "config.yaml")
+        return options, place, read(folder / "config.yaml")
 
 
 def paths_of(
-    asked: Namespace, config: Config | None, default: str | None = None
+    options: Namespace, config: Config | None, default: str | None = None
 ) -> tuple[PinPlan | None, str | Recipe | None]:
     """Return (the plan, the recipe), at most one of them; a recipe that the run does not define is given by name."""
     from gnmr.plan.pin_plan import read_plan
 
-    own: dict[str, Any] = {} if config is None else dict(config.precision.recipes)
-    if asked.plan is not None:
-        return read_plan(asked.plan), None
-    if (word := asked.recipe or default) is None:
+    recipes_of_run: dict[str, Any] = {} if config is None else dict(config.precision.recipes)
+    if options.plan is not None:
+        return read_plan(options.plan), None
+    if (word := options.recipe or default) is None:
         return None, None
     with as_user_error():
-        return None, recipe_from("recipe", word, own)
+        return None, recipe_from("recipe", word, recipes_of_run)
 
 
-def recipe_from(key: str, word: str, own: Mapping[str, Any]) -> str | Recipe:
+def recipe_from(key: str, word: str, recipes_of_run: Mapping[str, Any]) -> str | Recipe:
     """Return the recipe that a word names, as a `Recipe` if the run defines it. Raises ValueError if it is unknown."""
     from gnmr.formats import Recipe
 
-    name = recipe_of(key, word, own)
-    return Recipe.of(name, own[name]) if name in own else name
+    name = recipe_of(key, word, recipes_of_run)
+    return Recipe.of(name, recipes_of_run[name]) if name in recipes_of_run else name
 
 
-def blocks_for(subject: Subject, asked: Namespace, batches: int, held_out: int) -> Blocks:
+def blocks_for(subject: Subject, options: Namespace, batches: int, held_out: int) -> TextBlocks:
     """Return the batches of the text that was asked for."""
     from gnmr.lab.evaluation.blocks import blocks_of
 
-    data = None if asked.data is None else asked.data.expanduser()
-    return blocks_of(subject, data, batches=batches, held_out=held_out, length=asked.block, size=asked.batch_size)
+    data = None if options.data is None else options.data.expanduser()
+    return blocks_of(subject, data, batches=batches, held_out=held_out, length=options.block, size=options.batch_size)
 
 
 @contextmanager

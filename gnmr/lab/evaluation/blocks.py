@@ -30,7 +30,7 @@ short sequences are more informative than a few long ones."""
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TextBlocks:
     """Disjoint batches of equal size."""
 
     batches: list[Batch]
@@ -38,7 +38,7 @@ class Blocks:
     length: int
     """Tokens per block."""
     size: int
-    """Blocks per batch."""
+    """TextBlocks per batch."""
 
 
 def blocks_of(
@@ -49,7 +49,7 @@ def blocks_of(
     held_out: int,
     length: int | None = None,
     size: int | None = None,
-) -> Blocks:
+) -> TextBlocks:
     """Return `batches` and `held_out` batches of blocks that are spread over the text and then permuted.
 
     The result is the same in every call.
@@ -60,7 +60,7 @@ def blocks_of(
         batches: The number of batches.
         held_out: The number of further batches, which share no block with the former.
         length: Tokens per block. By default the run's training length, or for a checkpoint at most `LONGEST`.
-        size: Blocks per batch. By default enough for `TOKENS`, or fewer if the text is short.
+        size: TextBlocks per batch. By default enough for `TOKENS`, or fewer if the text is short.
 
     Raises:
         UserError: The text is missing or too short, a block is too long, or a checkpoint has no text.
@@ -72,23 +72,23 @@ def blocks_of(
     if length is not None and length > longest:
         raise UserError(f"block={length}: the model reads at most {longest} tokens")
     length = length or (longest if run else min(longest, LONGEST))
-    wanted = size or max(1, (TOKENS if run else TOKENS // 2) // length)
-    together = batches + held_out
-    found, where = _blocks(subject, data, length, together * wanted)
-    got = min(wanted, len(found) // together)
-    if got == 0 or (size is not None and got < size):
-        least = f"{together * (size or 1)}: batches={batches} and {held_out} held out, of {size or 1} each"
+    blocks_wanted = size or max(1, (TOKENS if run else TOKENS // 2) // length)
+    num_batches = batches + held_out
+    pool, where = _blocks(subject, data, length, num_batches * blocks_wanted)
+    blocks_per_batch = min(blocks_wanted, len(pool) // num_batches)
+    if blocks_per_batch == 0 or (size is not None and blocks_per_batch < size):
+        least = f"{num_batches * (size or 1)}: batches={batches} and {held_out} held out, of {size or 1} each"
         raise UserError(
-            f"{where}: has {len(found)} blocks of {length} tokens and needs {least}; use more text, or a smaller block"
+            f"{where}: has {len(pool)} blocks of {length} tokens and needs {least}; use more text, or a smaller block"
         )
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))[: together * got]
-    positions = None if found.positions is None else found.positions[order]
-    made = Batch(found.tokens[order], found.targets[order], positions).split(got)
-    empty = sum(batch.num_targets == 0 for batch in made)
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))[: num_batches * blocks_per_batch]
+    positions = None if pool.positions is None else pool.positions[order]
+    all_batches = Batch(pool.tokens[order], pool.targets[order], positions).split(blocks_per_batch)
+    empty = sum(batch.num_targets == 0 for batch in all_batches)
     if empty:
         raise UserError(f"{where}: {empty} batches have no targets; use larger ones (batch_size)")
-    made = [batch.to(subject.device) for batch in made]
-    return Blocks(made[:batches], made[batches:], length, got)
+    all_batches = [batch.to(subject.device) for batch in all_batches]
+    return TextBlocks(all_batches[:batches], all_batches[batches:], length, blocks_per_batch)
 
 
 def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Batch, str]:
@@ -102,12 +102,12 @@ def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tu
     if isinstance(tokens, Documents):
         return packed_validation(tokens, length, number), where
     begin = subject.text.begin() if data is not None else []
-    own = length - max(len(begin) - 1, 0)  # the first is in place of the last target of the sequence before it
-    if own < 1:
+    new_tokens = length - max(len(begin) - 1, 0)  # the first is in place of the last target of the sequence before it
+    if new_tokens < 1:
         raise UserError(f"block={length}: {subject.name} puts {len(begin)} tokens before a text; use longer blocks")
-    if len(tokens) <= own:
+    if len(tokens) <= new_tokens:
         return Batch.of_sequences(torch.empty((0, length + 1), dtype=torch.int64)), where
-    sequences = validation_sequences(tokens, own, number)
+    sequences = validation_sequences(tokens, new_tokens, number)
     if not begin:
         return Batch.of_sequences(sequences), where
     _check_token(subject, max(begin))

@@ -28,7 +28,7 @@ from gnmr.lab.models import pretrained
 from gnmr.lab.train.build import Parts
 from gnmr.lab.train.memory import out_of_memory
 
-THEIRS = {"gsm8k": "gsm8k", "mmlu": "mmlu", "hellaswag": "hellaswag", "wikitext2": "wikitext"}
+LM_EVAL_TASK = {"gsm8k": "gsm8k", "mmlu": "mmlu", "hellaswag": "hellaswag", "wikitext2": "wikitext"}
 """lm-eval's name of each of `gnmr.names.TASKS`."""
 FOLDERS = {"mmlu": "mmlu/default"}
 """Folder of lm-eval's definition of a task, if it differs from the task's name."""
@@ -48,8 +48,8 @@ class RunScorer:
             pretrained.need(package, f"scores.tasks={config.tasks}")
         if config.path == "low" and not parts.converted.casts_forward:
             low = parts.converted.low
-            what = f"the recipe {low.name}" if isinstance(low, Recipe) else f"precision.low={low.name}"
-            raise UserError(f"scores.path=low: {what} casts nothing in the forward pass here; use path=16bit")
+            low_name = f"the recipe {low.name}" if isinstance(low, Recipe) else f"precision.low={low.name}"
+            raise UserError(f"scores.path=low: {low_name} casts nothing in the forward pass here; use path=16bit")
         with undisturbed():
             _tokenizer(parts)
             for name in config.tasks:
@@ -63,13 +63,13 @@ class RunScorer:
         config, converted, model = parts.config.scores, parts.converted, parts.model
         coded = any(not operator.weight.is_floating_point() for operator in converted.operators)
         on_path = converted.on_low_path() if config.path == "low" else converted.high_precision()
-        was_training, found = model.training, {}
+        was_training, tasks = model.training, {}
         model.eval()
         try:
             with undisturbed(), torch.no_grad(), on_path:
                 for name in config.tasks:
                     say(f"scoring {name}")
-                    found[name] = _scored(parts, name)
+                    tasks[name] = _scored(parts, name)
         except Exception as error:
             if not isinstance(error, UserError) and not out_of_memory(error):
                 raise
@@ -78,7 +78,7 @@ class RunScorer:
             raise RunFailed(f"scores after step {step}: {why}; the same command goes on with them") from error
         finally:
             model.train(was_training)
-        return {"step": step, "path": "w8a16" if coded and config.path == "16bit" else config.path, "tasks": found}
+        return {"step": step, "path": "w8a16" if coded and config.path == "16bit" else config.path, "tasks": tasks}
 
 
 class _Live:
@@ -86,19 +86,19 @@ class _Live:
 
     def __init__(self, parts: Parts) -> None:
         self._model: Any = parts.model
-        self._theirs = parts.config.model.checkpoint is not None
+        self._hugging_face = parts.config.model.checkpoint is not None
         self.device = parts.device
         seq_len = parts.config.training.seq_len
-        self.config = self._model.config if self._theirs else SimpleNamespace(max_position_embeddings=seq_len)
+        self.config = self._model.config if self._hugging_face else SimpleNamespace(max_position_embeddings=seq_len)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
-        if self._theirs:
+        if self._hugging_face:
             return self._model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         return SimpleNamespace(logits=self._model(input_ids))
 
     def generate(self, input_ids: Tensor, max_length: int, stopping_criteria: Any, **options: Any) -> Tensor:
         """Return greedy answers. Our models have neither a cache nor a mask, so their rows must have no padding."""
-        if self._theirs:
+        if self._hugging_face:
             options |= {"max_length": max_length, "stopping_criteria": stopping_criteria}
             return self._model.generate(input_ids=input_ids, **options)
         while input_ids.shape[1] < max_length:
@@ -119,12 +119,12 @@ def _loaded(parts: Parts, name: str) -> tuple[Any, Any]:
     """Return lm-eval's manager of only this task, and the task. Raises UserError if its rows cannot be read."""
     import lm_eval.tasks
 
-    data, theirs = parts.config.scores.data, THEIRS[name]
+    data, task = parts.config.scores.data, LM_EVAL_TASK[name]
     try:
-        shipped = Path(lm_eval.tasks.__file__).parent / FOLDERS.get(name, theirs)
+        shipped = Path(lm_eval.tasks.__file__).parent / FOLDERS.get(name, task)
         where = shipped if data is None else Path(data).expanduser().resolve(strict=True)
         manager = lm_eval.tasks.TaskManager(include_path=str(where), include_defaults=False)  # defaults take 10 s
-        return manager, lm_eval.tasks.get_task_dict([theirs], manager)
+        return manager, lm_eval.tasks.get_task_dict([task], manager)
     except Exception as error:  # datasets, the hub's client, HTTP: many libraries without a common base class
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         source = f"scores.data={data}" if data is not None else "the hub (check the network, HF_ENDPOINT and the proxy)"
@@ -135,20 +135,20 @@ def _scored(parts: Parts, name: str) -> dict[str, Any]:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    config, ours = parts.config.scores, parts.config.model.checkpoint is None
-    size = 1 if ours and name == "gsm8k" else config.batch_size
+    config, from_scratch = parts.config.scores, parts.config.model.checkpoint is None
+    size = 1 if from_scratch and name == "gsm8k" else config.batch_size
     lm = HFLM(_Live(parts), backend="causal", tokenizer=_tokenizer(parts), batch_size=size)
     manager, tasks = _loaded(parts, name)
     shots = SHOTS.get(name, 0) if config.shots is None or name not in SHOTS else config.shots
     few = {"num_fewshot": shots, "limit": config.limit}
-    results: Any = simple_evaluate(lm, tasks=[THEIRS[name]], task_manager=manager, log_samples=False, **few)
-    row = results.get("groups", {}).get(THEIRS[name]) or results["results"][THEIRS[name]]
+    results: Any = simple_evaluate(lm, tasks=[LM_EVAL_TASK[name]], task_manager=manager, log_samples=False, **few)
+    row = results.get("groups", {}).get(LM_EVAL_TASK[name]) or results["results"][LM_EVAL_TASK[name]]
     metrics = {}
     for key, value in row.items():  # `metric,filter` and `metric_stderr,filter`
-        metric, comma, kept_by = key.partition(",")
+        metric, comma, filter_name = key.partition(",")
         if comma and not metric.endswith("_stderr"):
-            error = row.get(f"{metric}_stderr,{kept_by}")
-            shown = metric if kept_by == "none" else key
+            error = row.get(f"{metric}_stderr,{filter_name}")
+            shown = metric if filter_name == "none" else key
             metrics[shown] = {"value": float(value), "stderr": error if isinstance(error, float) else None}
     if name == "wikitext2":
         pages = [document["page"] for document in tasks["wikitext"].eval_docs][: config.limit]
@@ -167,8 +167,8 @@ def token_perplexity(lm: Any, pages: list[str]) -> float:
     tokens = lm.tok_encode("\n\n".join(f"{line}\n" if line.strip() else "" for line in lines))
     size = min(BLOCK, lm.max_length)
     blocks = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)] or [tokens]
-    found = lm._loglikelihood_tokens([(("", ""), block[:1], block[1:]) for block in blocks])
-    means = [-value / (len(block) - 1) for block, (value, _) in zip(blocks, found, strict=True)]
+    likelihoods = lm._loglikelihood_tokens([(("", ""), block[:1], block[1:]) for block in blocks])
+    means = [-value / (len(block) - 1) for block, (value, _) in zip(blocks, likelihoods, strict=True)]
     return math.exp(min(float(np.mean(means)), 700.0))
 
 

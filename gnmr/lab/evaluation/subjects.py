@@ -36,7 +36,7 @@ class Text:
     tokenizer: Any
     eos: int
     """The token that ends a text."""
-    ours: bool = False
+    from_scratch: bool = False
     """True for the tokenizer of a run that began from scratch: its end token, and none else, separates documents."""
 
     def plain(self, text: str, where: str) -> list[int]:
@@ -44,33 +44,35 @@ class Text:
 
         Errors name the tokenizer as `where`.
         """
-        own = self._own()
-        if own is None:
+        tokenizer = self._backend()
+        if tokenizer is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        return list(bpe.encode(own, [text], where, bpe.Controls.of(own, self.eos))[0].ids)
+        return list(bpe.encode(tokenizer, [text], where, bpe.Controls.of(tokenizer, self.eos))[0].ids)
 
     def begin(self) -> list[int]:
         """Return the tokens that the tokenizer puts before a text; none also if training put none there."""
-        if self.ours:
+        if self.from_scratch:
             return []
-        own = self._own()
-        if own is not None:
-            return bpe.begin_tokens(own)
-        plain, whole = (list(self.tokenizer.encode("a", add_special_tokens=special)) for special in (False, True))
-        return whole[: whole.index(plain[0])] if plain else []
+        tokenizer = self._backend()
+        if tokenizer is not None:
+            return bpe.begin_tokens(tokenizer)
+        plain, with_special = (
+            list(self.tokenizer.encode("a", add_special_tokens=special)) for special in (False, True)
+        )
+        return with_special[: with_special.index(plain[0])] if plain else []
 
-    def _own(self) -> Any:
+    def _backend(self) -> Any:
         """Return a copy of the tokenizer as one of the library tokenizers; None for one of transformers in Python.
 
         The copy has no truncation and no padding.
         """
-        own = self.tokenizer if self.ours else getattr(self.tokenizer, "backend_tokenizer", None)
-        if own is None:
+        tokenizer = self.tokenizer if self.from_scratch else getattr(self.tokenizer, "backend_tokenizer", None)
+        if tokenizer is None:
             return None
-        own = type(own).from_str(own.to_str())  # transformers modifies its tokenizer at each call
-        own.no_truncation()
-        own.no_padding()
-        return own
+        tokenizer = type(tokenizer).from_str(tokenizer.to_str())  # transformers modifies its tokenizer at each call
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
 
 @dataclass
@@ -131,10 +133,10 @@ def _run(folder: Path, device: torch.device) -> Subject:
     model.to(getattr(torch, config.training.dtype)).to_empty(device=device)
     facts = _facts(config, model, None) | {"step": load_model(folder / "checkpoints", model, None)}
     try:
-        own = bpe.load(corpus.tokenizer_path.read_bytes(), str(corpus.tokenizer_path))
+        tokenizer = bpe.load(corpus.tokenizer_path.read_bytes(), str(corpus.tokenizer_path))
     except OSError as error:
         raise UserError(f"{corpus.tokenizer_path}: the tokenizer cannot be read ({error.strerror})") from error
-    text = Text(own, bpe.end_token(own), ours=True)
+    text = Text(tokenizer, bpe.end_token(tokenizer), from_scratch=True)
     return Subject(str(folder), model, text, config.training.seq_len, corpus.vocab_size, device, None, facts)
 
 
@@ -147,7 +149,7 @@ def _fine_tuned(folder: Path, config: Config, device: torch.device) -> Subject:
         raise UserError(f"{folder}: began from other weights than model.checkpoint={checkpoint} holds now")
     model, converted = pretrained_model(config, device)
     facts = _facts(config, model, converted) | {"step": load_model(folder / "checkpoints", model, converted)}
-    return _theirs(str(folder), model, checkpoint, device, converted, facts)
+    return _hugging_face_subject(str(folder), model, checkpoint, device, converted, facts)
 
 
 def _facts(config: Config, model: nn.Module, converted: ConvertedModel | None) -> dict[str, Any]:
@@ -214,10 +216,10 @@ def _checkpoint(name: str, device: torch.device, **purpose: Any) -> Subject:
     facts = {"kind": "checkpoint", "model": model.config.model_type}  # type: ignore[union-attr]
     facts |= {"parameters": sum(p.numel() for p in model.parameters())}
     facts |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    return _theirs(name, model, name, device, None, facts)
+    return _hugging_face_subject(name, model, name, device, None, facts)
 
 
-def _theirs(
+def _hugging_face_subject(
     name: str,
     model: Any,
     checkpoint: str,
