@@ -194,6 +194,7 @@ _CONSTANTS = {
     "controller.eps": 1e-8,
     "optim.eps": 1e-8,
     "faults.history": 16,
+    "faults.seed": None,
     "compression.targets": ["*_proj"],
 }
 

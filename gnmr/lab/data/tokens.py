@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
 import warnings
 from array import array
@@ -35,7 +34,6 @@ LIMITED_VAL_TOKENS = 2_000_000  # number of validation tokens if training tokens
 PIECE = 1_000_000  # maximum characters encoded as one string; longer documents are encoded in pieces
 BATCH = 2_000_000  # characters encoded per call, which takes about a second on one core
 SAY_EVERY = 2.0  # minimum seconds between two progress lines
-SILENCE = 4.0  # seconds after which the last line is repeated with the elapsed time
 
 
 def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) -> TokenCorpus:
@@ -44,7 +42,7 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
     Args:
         config: Selects the corpus and the tokenizer.
         needed_tokens: Training tokens that the run reads. They limit a corpus that is streamed from the hub.
-        say: Receives progress lines, some of them from another thread.
+        say: Receives progress lines.
 
     Raises:
         UserError: With one line, if the corpus or the tokenizer cannot be used.
@@ -82,32 +80,32 @@ def _prepared(
     path, where = checkpoint, str(checkpoint)
     if config.tokenizer is not None:
         path, where = user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
-    with Progress(say) as progress:
-        corpus = open_corpus(config, progress)
-        content, end = (None, None) if path is None else bpe.read(path, where)
-        limit = needed if corpus.streamed else None
-        trained = [config.vocab_size, TOKENIZER_BYTES]
-        vocabulary = trained if content is None else hashlib.sha256(content).hexdigest()
-        key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit]
-        digest = hashlib.sha256(json.dumps([*key, packed and config.answers_only]).encode()).hexdigest()[:16]
+    progress = Progress(say)
+    corpus = open_corpus(config, progress)
+    content, end = (None, None) if path is None else bpe.read(path, where)
+    limit = needed if corpus.streamed else None
+    trained = [config.vocab_size, TOKENIZER_BYTES]
+    vocabulary = trained if content is None else hashlib.sha256(content).hexdigest()
+    key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit]
+    digest = hashlib.sha256(json.dumps([*key, packed and config.answers_only]).encode()).hexdigest()[:16]
 
-        def build(folder: Path) -> None:
-            progress.begin(f"preparing {corpus.where}: {corpus.summary}")
-            if content is None:
-                progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at most")
-                tokenizer = bpe.train(_training_text(corpus, TOKENIZER_BYTES, progress), config.vocab_size)
-            else:
-                tokenizer = bpe.load(content, where, end)
-            (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
-            encoder = Encoder(tokenizer, where, bpe.end_token(tokenizer, end), limit, packed, config.answers_only)
-            written = encoder.write(folder, corpus, progress)
-            if open_corpus(config, progress).identity != corpus.identity:  # the tokens would get another corpus's key
-                raise UserError(f"{corpus.where}: changed while it was read; run the command again")
-            progress.begin(f"{written}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
+    def build(folder: Path) -> None:
+        progress.begin(f"preparing {corpus.where}: {corpus.summary}")
+        if content is None:
+            progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at most")
+            tokenizer = bpe.train(_training_text(corpus, TOKENIZER_BYTES, progress), config.vocab_size)
+        else:
+            tokenizer = bpe.load(content, where, end)
+        (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
+        encoder = Encoder(tokenizer, where, bpe.end_token(tokenizer, end), limit, packed, config.answers_only)
+        written = encoder.write(folder, corpus, progress)
+        if open_corpus(config, progress).identity != corpus.identity:  # the tokens would get another corpus's key
+            raise UserError(f"{corpus.where}: changed while it was read; run the command again")
+        progress.begin(f"{written}, vocabulary {bpe.vocab_size(tokenizer):,}{corpus.skipped}")
 
-        folder_name = f"{config.name}-examples-{digest}" if packed else f"{config.name}-{digest}"
-        tokens = cache.open_or_build(cache_folder / folder_name, build, say)
-        return replace(tokens, source=corpus.identity)
+    folder_name = f"{config.name}-examples-{digest}" if packed else f"{config.name}-{digest}"
+    tokens = cache.open_or_build(cache_folder / folder_name, build, say)
+    return replace(tokens, source=corpus.identity)
 
 
 def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[str]:
@@ -123,44 +121,21 @@ def _training_text(corpus: Corpus, most: int, progress: Progress) -> Iterator[st
 
 
 class Progress:
-    """Reports the state of long work to `say`: at most one line every 2 seconds, and at least one every 4 seconds.
-
-    In its `with` block, a thread repeats the last line until the next one, because training the tokenizer is one long
-    call into a library.
-    """
+    """Reports the state of long work to `say`, at most one line every `SAY_EVERY` seconds."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._text = ""
-        self._begun = self._said = time.monotonic()
-        self._ended = threading.Event()
+        self._said = time.monotonic()
 
     def begin(self, text: str) -> None:
         """Report that a new kind of work begins."""
-        self._begun = self._said = time.monotonic()
-        self._text = text
+        self._said = time.monotonic()
         self._say(text)
 
     def __call__(self, text: str) -> None:
-        """Update the state of the work, and report it if the last line is old enough."""
-        self._text = text
+        """Report the state of the work if the last line is old enough."""
         if time.monotonic() - self._said >= SAY_EVERY:
-            self._said = time.monotonic()
-            self._say(text)
-
-    def __enter__(self) -> Progress:
-        threading.Thread(target=self._repeat, daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-
-    def _repeat(self) -> None:
-        while not self._ended.wait(0.25):
-            now = time.monotonic()
-            if self._text and now - self._said >= SILENCE:
-                self._said = now
-                self._say(f"{self._text} ({now - self._begun:.0f} s)")
+            self.begin(text)
 
 
 @dataclass(frozen=True)
