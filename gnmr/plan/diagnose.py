@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, islice, product
+from itertools import chain, islice
 from os import PathLike
 from typing import Any
 
@@ -27,7 +27,6 @@ from torch import nn
 from gnmr.conversion import ConvertedModel, PathLinear, convert
 from gnmr.conversion.adapters import operators_in
 from gnmr.conversion.converting import operator_shapes
-from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
@@ -37,7 +36,6 @@ from gnmr.measure.gemm_costs import (
     GemmCost,
     PathCost,
     bootstrap_intervals,
-    format_nats,
     paired_difference,
     weighted_mean,
 )
@@ -317,34 +315,13 @@ class _Measurement:
         return limit
 
     def _measured_batches(self, batches: Iterable[Any]) -> list[BatchCosts]:
-        """Measure each batch. Raises ValueError if there are fewer than two, or if a rescue is of no use."""
+        """Measure each batch. Raises ValueError if there are fewer than two."""
         costs: list[BatchCosts] = []
         for place, batch in enumerate(batches):
             costs.append(self.passes.measure(batch, place))
             _refuse_other_kind(f"run of batch {place + 1}", costs[place].kl is None, costs[0].kl is None)
-            if place == 0 and self.paths.rescues:
-                self._refuse_useless_rescue(costs[0])
         require(len(costs) > 1, "batches", len(costs), "needs two at least, for the spread between them")
         return costs
-
-    def _refuse_useless_rescue(self, first: BatchCosts) -> None:
-        """Raise ValueError if a rescue is slower than another path and costs as many nats on the first batch."""
-        low, times = self.passes.converted.low, self.paths.spec.times
-        assert isinstance(low, Recipe)
-        recipes = {self.paths.spec.low: low, **self.passes.rescues}
-        estimate = first.estimate
-        if np.isnan(first.numbers[ESTIMATES[estimate]]).any():
-            estimate = "token"
-        sums = [first.numbers[ESTIMATES[estimate]].sum(), *first.rescued[estimate].sum(axis=1)]
-        nats = dict(zip(recipes, sums, strict=True))
-        time = {name: gemm_time(recipe, "fprop", times) for name, recipe in recipes.items()}
-        for name, other in product(self.passes.rescues, recipes):
-            if time[name] > time[other] and nats[name] >= nats[other] and nats[name] > 0:
-                right = (
-                    f"is slower than {other} in fprop (times {time[name]:g} and {time[other]:g}) and costs no less "
-                    f"({format_nats(nats[name])} and {format_nats(nats[other])} nats of all GEMMs alone); leave it out"
-                )
-                require(False, "rescue", name, right)
 
     def _refuse_none(self, operators: Sequence[PathLinear]) -> None:
         """Raise ValueError if no operator ran."""

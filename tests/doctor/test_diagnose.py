@@ -29,8 +29,6 @@ from gnmr.plan.pin_plan import read_plan
 
 Batch = tuple[Tensor, Tensor]
 NAMES = ["0", "3", "5"]
-WORSE = Recipe.of("worse", {"fprop": {"input": "int2/row", "weight": "int8/row"}})
-"""Slower than 4 bits, and no better."""
 TOKENS = 256
 
 
@@ -413,7 +411,6 @@ def test_a_stride_and_terms_of_the_loss() -> None:
         ({"rescue": []}, "rescue=[]: must be one recipe or several"),
         ({"rescue": "nvfp4"}, "rescue=nvfp4: takes no more time in fprop than sim_int4"),
         ({"rescue": "fp8_delayed"}, "rescue=fp8_delayed: can be the recipe of all operators alone"),
-        ({"rescue": WORSE}, "rescue=worse: is slower than sim_int4 in fprop (times 2 and 1) and costs no less"),
         ({"rescue": "mxfp8", "against": "bf16"}, "rescue=mxfp8: cannot be asked for if operators have recipes"),
         ({"times": {"9": 1.0}}, "times.9=1.0: must be of 4, 8, 16 or a recipe"),
         ({"times": 2}, "times=2: must be {bits or recipe: relative time}"),

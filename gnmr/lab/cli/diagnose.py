@@ -59,7 +59,12 @@ def _parser() -> Parser:
     option("exclude", names_of, "patterns of linears that stay in 16 bits; default: the run's")
     option("against", text, "the trainer's recipe, where recipe= is the rollout's: what makes the two differ")
     option("gate", lambda _name, value: number(value), "KL per token, in nats, by which the two sides may differ")
-    option("budget", _budget, "extra GEMM time that the plan may take, of that of all on recipe=: +10%% or 0.1", 0.1)
+    option(
+        "budget",
+        lambda _name, value: budget_of(value),
+        "extra GEMM time that the plan may take, of that of all on recipe=: +10%% or 0.1",
+        0.1,
+    )
     option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")
     option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts,moe", [])
     option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
@@ -148,10 +153,6 @@ def _recipes_of_patterns(options: Namespace, key: str) -> dict[str, str | Recipe
     if first:
         setattr(options, key, first)
     return recipes
-
-
-def _budget(_name: str, value: str) -> float:
-    return budget_of(value)
 
 
 def _times(name: str, value: str) -> dict[str, float]:
