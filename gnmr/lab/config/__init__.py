@@ -232,9 +232,16 @@ def schema() -> DictConfig:
 
 
 def load(composed: DictConfig | dict[str, Any]) -> Config:
-    """Return the strictly typed, frozen `Config` of a composed or saved tree.
+    """Return the strictly typed, frozen `Config` of a tree.
 
-    Raises `UserError` for an unknown key, a value of the wrong type or an invalid value.
+    Args:
+        composed: The tree of Hydra, or nested mappings of keys and values. Missing keys have their defaults.
+
+    Returns:
+        The config, in which all interpolations are resolved.
+
+    Raises:
+        UserError: For an unknown key, a value of the wrong type or an invalid value.
     """
     try:
         # Convert to plain containers, because a key that `+` forced into a typed node would otherwise be accepted.
@@ -247,7 +254,15 @@ def load(composed: DictConfig | dict[str, Any]) -> Config:
 
 
 def read(path: Path) -> Config:
-    """Return the config that a run saved. Raises UserError, which names the file, if it is invalid."""
+    """Return the config that a run saved.
+
+    Args:
+        path: config.yaml of a run folder. Keys that only earlier versions had are ignored, unless their values would
+            change the numbers of this version.
+
+    Raises:
+        Damaged: If the file is invalid. The message begins with its path.
+    """
     try:
         tree = read_tree(path)
         if tree.get("own_loop") is True:  # gnmr/attachment/record.py

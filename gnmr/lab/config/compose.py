@@ -89,7 +89,15 @@ def composed_tree(overrides: list[str], hydra: bool = True) -> Any:
 
 
 def load_composed(composed: DictConfig, words: Sequence[str]) -> Config:
-    """Return the config of a composed tree, after applying the sweep's arm, the plan and a fork's base."""
+    """Return the config of a composed tree, after applying the sweep's arm, the plan and a fork's base.
+
+    Args:
+        composed: The tree of Hydra, which is changed.
+        words: The command-line words, which take precedence over arm and base.
+
+    Raises:
+        UserError: If a value is invalid, or if words contradict the plan.
+    """
     apply_arm(composed, words)
     with_own_text(composed, words)
     with_plan(composed, words)

@@ -172,7 +172,8 @@ def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None
 
     def read(split: str) -> Iterator[Example]:
         of_rows = _prompted if prompted else _plain
-        examples = chain.from_iterable(of_rows(rows, config, skipped) for rows in rows_of(split if by_name else TRAIN))
+        of_files = rows_of(split if by_name else TRAIN)
+        examples: Iterator[Example] = chain.from_iterable(of_rows(rows, config, skipped) for rows in of_files)
         if not by_name:
             placed = every_twentieth(examples, by_text=not prompted)
             examples = (example for place, example in placed if place == split)

@@ -86,6 +86,7 @@ def _prepared(
     limit = needed if corpus.streamed else None
     trained = [config.vocab_size, TOKENIZER_BYTES]
     vocabulary = trained if content is None else hashlib.sha256(content).hexdigest()
+    # The key covers everything that determines the tokens, so a folder with this name needs no comparison.
     key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit]
     digest = hashlib.sha256(json.dumps([*key, packed and config.answers_only]).encode()).hexdigest()[:16]
 
@@ -166,6 +167,7 @@ class Encoder:
         for split, file, most in ((TRAIN, cache.TRAIN, self.limit), (VALIDATION, cache.VAL, validation)):
             progress.begin(f"tokenizing {split} {kind}")
             borders, documents, written, inside = array("q"), 0, 0, False
+            # Each document is [begin token] ids [end token]. A long one arrives in pieces, of which the last ends it.
             with (folder / file).open("wb") as ids_file:
                 for ids, prompt, is_last in self._encoded(corpus, split):
                     if not inside:

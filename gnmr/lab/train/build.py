@@ -109,6 +109,7 @@ class TrainingBlocks(HasState, Protocol):
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
     """Return the parts of a new run. The same config and seed give the same weights and data order."""
+    # Mistakes are reported before the data is prepared, which may take hours.
     with world.agreed():
         device = device_of(config.training.device)
         refuse_run(config, device)
@@ -147,9 +148,24 @@ def build_parts(
     keep: bool = False,
     world: World = ALONE,
 ) -> Parts:
-    """Build the parts of a run whose data is open. With `keep`, the base's state stays in memory for the next fork."""
+    """Build the parts of a run whose data is open.
+
+    Args:
+        config: The run's config.
+        folder: The run folder, in which nothing is written here.
+        corpus: The run's tokens.
+        say: Receives lines about what takes long.
+        base: The base of a fork, or None.
+        branch: The position in the data at which the fork continues.
+        keep: Keep the base's state in memory for the next fork.
+        world: The processes that train the model.
+
+    Raises:
+        UserError: If the settings do not fit the model, the processes or this machine.
+    """
     training, stress, checkpoint = config.training, list[Stress](), None
     device = device_of(training.device)
+    # The model in this process: its weights, its two paths, and the cost of each operator.
     with world.agreed():
         refuse_compression(config, world.size)
         torch.set_num_threads(_THREADS if training.threads is None else training.threads)
@@ -184,11 +200,13 @@ def build_parts(
         faults = build_faults(config, converted)
     if faults is not None:
         stress.append(faults)
+    # The model as all processes run it. Wrapping comes after conversion, because FSDP2 replaces the parameters.
     partly = isinstance(model, models.Decoder) and bool(model.experts())
     wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed, partly)
     controller.follow()  # FSDP2 has replaced the parameters
     if converted.shared.amax is not None:
         converted.shared.amax.come(wrapped.workers)  # this includes virtual workers
+    # The optimizer is last: it refers to the parameters that the wrapper has left.
     optimizer, transform = build_optim(model, config)
     if base is not None:
         base.load_into(model, optimizer, keep)

@@ -48,6 +48,7 @@ def needs_of(config: Config, vocab_size: int) -> list[tuple[int, str, str]]:
     """Return (bytes, purpose, the settings that determine it) for each part of a run's device memory."""
     training, model = config.training, config.model
     batch = f"training.batch_size={training.batch_size}, training.seq_len={training.seq_len}"
+    # In bytes. Tokens and targets are int64; logits are FP32 before and after the softmax.
     tokens, size, weights = training.batch_size * training.seq_len, 2 if training.dtype == "bfloat16" else 4, 0
     if model.checkpoint is None:
         weights = trained = size * parameters(model, vocab_size, training.seq_len)
