@@ -90,7 +90,8 @@ def _top_table(view: View, width: int) -> Table:
     for row in view.top:
         value = Text(f"{'≈ ' if row.measured is None else ''}{short(row.value)} ")
         value.append(*_mark(row.value, view.top[0].value))
-        cells = [view.name(row), value, _relative((row.interval[1] - row.interval[0]) / 2, row.value), view.on(row)]
+        relative = _relative((row.interval[1] - row.interval[0]) / 2, row.value)
+        cells: list[Text | str] = [view.name(row), value, relative, view.on(row)]
         table.add_row(*cells[: len(table.columns)])
     return table
 
