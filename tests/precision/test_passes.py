@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from close import apart, assert_close
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gnmr
@@ -272,6 +274,27 @@ def test_recomputed_passes_are_those_that_they_repeat(run: Callable, how: dict) 
                 assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
             else:
                 assert torch.equal(ours, theirs)
+
+
+def by_composable(model: Two) -> None:
+    """Regions in a region, each begun by a hook of its module."""
+    for module in (model.q_proj, model.o_proj, model):
+        composable_checkpoint(module)
+
+
+@pytest.mark.parametrize("prepare", [lambda model: None, by_composable])
+@pytest.mark.parametrize("hooks", [nullcontext, torch.autograd.graph.save_on_cpu])
+def test_regions_are_found_whoever_else_has_hooks_for_saved_tensors(prepare: Callable, hooks: Callable) -> None:
+    found = []
+    for prepares, surrounding in ((lambda model: None, nullcontext), (prepare, hooks)):
+        model, _ = attached("int4", "bf16", rounding="stochastic", site="forward")
+        prepares(model)
+        with surrounding():
+            losses = [model(numbers(8, WIDTH, seed=seed).requires_grad_()).square().sum() for seed in range(2)]
+            for loss in losses:
+                loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_an_evaluation_under_other_weights_leaves_delayed_scales_alone() -> None:
