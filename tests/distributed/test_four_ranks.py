@@ -25,7 +25,7 @@ def test_a_run_that_was_stopped_and_goes_on_is_the_same(four, tiny, tmp_path, pa
     """Weights, moments, records to the last bit; they learn of the signal from the rank that it came to."""
     once, twice = (tiny(f"run_dir={tmp_path / name}", *WORDS) for name in ("once", "twice"))
     assert all(isinstance(told, list) for told in four("train", config=once, parallel=parallel))
-    assert four("train", config=twice, parallel=parallel, stop=5) == [128 + signal.SIGTERM] * 4
+    assert four("train", config=twice, parallel=parallel, stop=3) == [128 + signal.SIGTERM] * 4
     assert all(isinstance(told, list) for told in four("train", config=twice, parallel=parallel))
     want, found = (everything(tmp_path / name, "slowest_rank") for name in ("once", "twice"))
     assert differences(want, found) == []
