@@ -11,9 +11,9 @@ added, as in F.linear. `dgrad` reads the weight in its own 16 bits, or codes tim
 `grad_output` is not quantized. `wgrad` reads the input in 16 bits; if the weight is frozen, nothing of the input is
 kept.
 
-`torch._int_mm` runs on CPUs and NVIDIA GPUs if a trial shows that it adds up exactly. On GPUs widths must be multiples
-of 8, and inputs of fewer than 32 tokens are padded with zeros. The simulation multiplies codes in float32, 1024 at a
-time, because float32 holds such sums exactly. Both give the same bits.
+PyTorch's INT8 product runs on CPUs and NVIDIA GPUs if a trial shows that it adds up exactly. On GPUs widths must be
+multiples of 8, and inputs of fewer than 32 tokens are padded with zeros. The simulation multiplies codes in float32,
+1024 at a time, because float32 holds such sums exactly. Both give the same bits.
 
 `weights` says where the codes of the weight are. With O outputs and I inputs the 16-bit weight takes 2 O I bytes.
 
@@ -119,7 +119,7 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
     Args:
         a: codes (M, K), int8.
         b: codes (N, K), int8; K is at most 133,144.
-        real: whether `torch._int_mm` multiplies; False: products of float32.
+        real: whether PyTorch's INT8 product multiplies; False: products of float32.
 
     Returns:
         a times the transpose of b, (M, N) int32.
@@ -142,7 +142,7 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
 
 
 def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device) -> str | None:
-    """Return why `torch._int_mm` cannot run the recipe in these linears on `device`, or None if it can.
+    """Return why PyTorch's INT8 product cannot run the recipe in these linears on `device`, or None if it can.
 
     A GPU that this machine does not have counts as able. The first call for a device waits for it.
     """
@@ -151,7 +151,7 @@ def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device)
     elsewhere = device.type == "cuda" and not torch.cuda.is_available()
     lacking = None if elsewhere else _device_missing(device)
     if lacking is None and device.type == "cuda":
-        lacking = width_missing(linears, _MULTIPLE, "torch._int_mm", " on GPUs")
+        lacking = width_missing(linears, _MULTIPLE, "PyTorch's INT8 product", " on GPUs")
     return lacking
 
 
@@ -159,14 +159,18 @@ def missing(recipe: Recipe, linears: Mapping[str, Widths], device: torch.device)
 def _device_missing(device: torch.device) -> str | None:
     """Return what the device lacks, or None, by a trial: kernels without integer instructions may saturate."""
     if device.type not in ("cpu", "cuda"):
-        return f"torch._int_mm runs on CPUs and NVIDIA GPUs, the model is on {device.type}"
+        return f"PyTorch's INT8 product runs on CPUs and NVIDIA GPUs, the model is on {device.type}"
     largest = torch.full((64, 64), 127, dtype=torch.int8, device=device)
     try:
         sums = [int(total) for sign in (1, -1) for total in products(largest, sign * largest, True).aminmax()]
     except RuntimeError as error:
-        return f"torch._int_mm does not run on this {device.type} ({str(error).partition(chr(10))[0]})"
+        return f"PyTorch's INT8 product does not run on this {device.type} ({str(error).partition(chr(10))[0]})"
     exact = 64 * 127**2
-    return None if sums == [exact, exact, -exact, -exact] else "torch._int_mm does not add up exactly on this machine"
+    return (
+        None
+        if sums == [exact, exact, -exact, -exact]
+        else "PyTorch's INT8 product does not add up exactly on this machine"
+    )
 
 
 class IntContext(GemmContext):

@@ -141,8 +141,13 @@ def begin(operator: object, name: str, now: Pass, side_effects: bool = True) -> 
 
 def in_backward() -> bool:
     """Return whether a backward pass runs: a forward pass inside one is a recomputation by activation checkpointing."""
-    # Private, because torch has no public question for it; `torch.utils.checkpoint` asks the same.
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
+
+
+def graph_task() -> int:
+    """Return the number of the backward pass that runs; -1 outside of one."""
+    # Private, because torch has no public number of it; `torch.utils.checkpoint` asks the same.
+    return torch._C._current_graph_task_id()
 
 
 def _next_pass(frame: Any, operator: object, now: Pass) -> Pass:
@@ -151,9 +156,8 @@ def _next_pass(frame: Any, operator: object, now: Pass) -> Pass:
     passes = [] if region is None else region.passes.get(operator, [])
     if region is None or not passes:
         return now
-    graph_task = torch._C._current_graph_task_id()
-    if region.graph_task != graph_task:  # another backward pass over a graph that was retained
-        region.graph_task, region.repeats = graph_task, {}
+    if region.graph_task != graph_task():  # another backward pass over a graph that was retained
+        region.graph_task, region.repeats = graph_task(), {}
     number = region.repeats.get(operator, 0)
     region.repeats[operator] = number + 1
     return passes[number % len(passes)]

@@ -62,7 +62,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnmr.conversion.converted import ConvertedModel
 from gnmr.conversion.linear import PathLinear, autocast_dtype
-from gnmr.conversion.passes import in_backward
+from gnmr.conversion.passes import graph_task, in_backward
 from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import Cast, ExecutionPath, Recipe
@@ -289,7 +289,7 @@ class PriceMeter:
         marks = [] if self.sequences is None else self.sequences.watch(output)
         self._called += 1
         # Reentrant checkpointing repeats the forward pass inside the backward pass that its own ones belong to.
-        around = torch._C._current_graph_task_id() if in_backward() else None
+        around = graph_task() if in_backward() else None
         place = self._place[operator.index]
         if around is None:
             self._calls[place] = 1 if place in self._measured else self._calls[place] + 1
@@ -336,7 +336,7 @@ class PriceMeter:
         """Add up one pass; `grad` (..., O) is the gradient of its output."""
         operator, x = forward_pass.operator, forward_pass.x
         place = self._place[operator.index]
-        task = torch._C._current_graph_task_id() if forward_pass.around is None else forward_pass.around
+        task = graph_task() if forward_pass.around is None else forward_pass.around
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(forward_pass.dtype)
         self._count_terms(forward_pass, task, grad_2d)
         dy, weight = grad_2d[forward_pass.chosen].float(), weight_of(operator, forward_pass.dtype, forward_pass.weight)

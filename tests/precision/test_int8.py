@@ -273,13 +273,13 @@ def test_a_machine_that_cannot_add_up_is_found_out(monkeypatch: pytest.MonkeyPat
     assert tried(torch.device("cpu")) is None
     assert "runs on CPUs and NVIDIA GPUs, the model is on meta" in tried(torch.device("meta"))
     monkeypatch.setattr(torch, "_int_mm", lambda a, b: (a.float() @ b.float()).clamp(max=1_000_000).int())
-    assert tried(torch.device("cpu")) == "torch._int_mm does not add up exactly on this machine"
+    assert tried(torch.device("cpu")) == "PyTorch's INT8 product does not add up exactly on this machine"
 
     def missing(_a: Tensor, _b: Tensor) -> Tensor:
         raise RuntimeError("not implemented\nsecond line")
 
     monkeypatch.setattr(torch, "_int_mm", missing)
-    assert tried(torch.device("cpu")) == "torch._int_mm does not run on this cpu (not implemented)"
+    assert tried(torch.device("cpu")) == "PyTorch's INT8 product does not run on this cpu (not implemented)"
     monkeypatch.setattr(int8, "_device_missing", tried)
     with pytest.raises(ValueError, match=r"^backend='int_mm': .*not implemented\); use backend='simulated'$"):
         int8_net(backend="int_mm")
