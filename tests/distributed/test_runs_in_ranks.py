@@ -71,7 +71,7 @@ def test_shards_leave_the_same_weights_and_sets(ranks, alone):
 
 
 def cut_off(folder: Path) -> None:
-    """Leave a run of 8 steps as one that was killed behind its checkpoint of step 6."""
+    """Leave a run of 8 steps as one that was killed behind its checkpoint of step 4."""
     shutil.rmtree(folder / "checkpoints" / "step-00000008")
     (folder / "DONE").unlink()
 
