@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import chain
 from typing import Any
@@ -23,19 +23,14 @@ from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Gemm
-from gnmr.measure.coverage import Counting, Coverage
+from gnmr.measure.coverage import Counting
+from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
 from gnmr.measure.guards import refuse_constant, refuse_hidden, refuse_reentrant, refuse_transformed
-from gnmr.measure.model_output import Output, output_of
+from gnmr.measure.model_output import Output
 from gnmr.measure.operand_errors import measure_errors
 from gnmr.measure.price import PRICES, Sequences, measure_prices
 from gnmr.measure.unplanned import UnplannedParts
-from gnmr.names import Pins
 from gnmr.options import require
-
-Progress = Callable[[int, int | None], None]
-"""Called with the numbers of finished and of all forward passes (None: unknown); a priced batch is
-`PASSES_PER_BATCH`.
-"""
 
 PASSES_PER_BATCH = 8
 """Forward passes that take as long as a priced batch, most of whose time is its backward pass and casts."""
@@ -46,37 +41,6 @@ SAME_NATS = 1e-8
 ESTIMATES = {"token": "fprop", "sequence": "fprop_sequence"}
 """Name of each estimate of fprop among the numbers of a batch."""
 _PRICES = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
-
-
-@dataclass(frozen=True)
-class BatchCosts:
-    """The measurements of one batch of S sequences, for U operators and R rescue recipes."""
-
-    terms: int
-    """Tokens that count in the batch, over which its numbers are means."""
-    high: float
-    """Loss on the recovery path, NaN if there is none."""
-    low: float
-    """Loss with everything low."""
-    kl: np.ndarray | None
-    """(KL, tokens that count) of each sequence with everything low, (S, 2); None without logits."""
-    numbers: dict[str, np.ndarray]
-    """Prices (`PriceMeter.by_operator`), `mse` of the input and `norm` of the weight's gradient, (U,) each.
-
-    The price by sequence is NaN if the rows of an operator have no known sequences, `norm` if it was not measured.
-    """
-    rescued: dict[str, np.ndarray]
-    """Nats of fprop on each rescue by estimate (`ESTIMATES`), (R, U)."""
-    rows: list[int]
-    """Rows of each operator."""
-    unplanned: dict[str, tuple[float, float]]
-    """Nats by token and by sequence of the parts outside the plan."""
-    labels: str
-    """Labels of the backward pass: `model` (drawn from its predictions) or `data`."""
-    estimate: str
-    """The estimate of fprop in use, one of `ESTIMATES`."""
-    coverage: Coverage
-    """Products of a forward pass."""
 
 
 class OperatorCalls:
@@ -142,8 +106,8 @@ class OperatorCalls:
         return sums
 
 
-class ModelPasses:
-    """The passes of a converted model."""
+class ModelPasses(ForwardPasses):
+    """The forward and backward passes of a converted model."""
 
     def __init__(
         self,
@@ -165,9 +129,8 @@ class ModelPasses:
         keep a GEMM. `with_recipes` names the operators that have recipes of their own. The other arguments are those of
         `gnmr.diagnose`.
         """
-        self.converted, self.model, self.tokens, self.rescues = converted, model, tokens, rescues
-        self._run, self._labels, self._terms, self._unplanned = run, labels, terms, unplanned
-        self.weights = [operator.weight for operator in converted.operators]
+        super().__init__(converted, model, run, progress, rescues=rescues)
+        self.tokens, self._labels, self._terms, self._unplanned = tokens, labels, terms, unplanned
         for weight in self.weights:
             weight.requires_grad_()  # a frozen model has prices too
         for operator in converted.operators:  # scores come from what forward computes, without pins
@@ -195,76 +158,36 @@ class ModelPasses:
         plain = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
         self._shared_linears = [m for m in dict.fromkeys([*plain, *converted.operators]) if m not in experts]
         """Linears that all tokens reach: the last of them on the way to the loss has a row per term."""
-        self.called: set[str] = set()
-        """Operators that were called in any batch."""
-        self.without_gradient: set[str] = set()
-        """Operators that ran in any batch, and whose output had a gradient in none.
-
-        They have no price. They stay on the recovery path in all passes except those that measure them alone.
-        """
-        self.graphs: set[str] = set()
-        """Operators whose output had a graph in any batch, whether or not a gradient reached it."""
         self._reached: set[str] = set()
         """Operators whose output had a gradient in any batch."""
-        self.read: set[str] = set()
-        """Operators whose weight had a gradient in any batch."""
         self._first: Output | None = None
         """Output of batch 1 on the recovery path, before all measurements."""
         self._noise = SAME_NATS
         """Nats by which two such outputs may differ."""
-        self._done = 0
-        self._total: int | None = None
-        self._progress = progress
-
-    # ---- progress ----
-
-    def expect(self, passes: int | None) -> None:
-        """Set how many forward passes are still to come; None: unknown."""
-        self._total = None if passes is None else self._done + passes
-
-    def expect_more(self, passes: int) -> None:
-        """Add to the number of forward passes that are still to come, if it is known."""
-        if self._total is not None:
-            self._total += passes
-
-    def _advance(self, passes: int) -> None:
-        self._done += passes
-        self._progress(self._done, self._total)
 
     # ---- forward ----
 
-    @torch.no_grad()
-    def forward(
-        self, batch: Any, place: int, *, recovering: bool, low: PathLinear | None = None, low_part: str | None = None
-    ) -> Output:
-        """Run a forward pass with every operator on one path, except the operator `low` or the part `low_part`."""
-        self._switch(recovering)
-        if low is not None:
-            low.switch(False)
+    def forward(self, batch: Any, place: int, *, low: Collection[str] = (), low_part: str | None = None) -> Output:
+        """Run a forward pass with the operators `low` and the part `low_part` in low precision."""
         with self._unplanned.running(low_part):
-            torch.manual_seed(place)
-            output = self._output(batch, place, trained=False)
-        self._end_pass()
+            output = super().forward(batch, place, low=low)
         return replace(output, sequence_dim=self._sequence_dim)
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path, and find the positions that count."""
         if not self._counts_by_gradient:
-            return self.forward(batch, place, recovering=True)
-        self._switch(True)
+            return self.forward(batch, place)
+        self._recover()
         with self._unplanned.running():
             output = self._run_counted(batch, place).detached()
         self._sequences.begin()  # nothing of the graph is kept
-        self._end_pass()
-        return output
-
-    def _end_pass(self) -> None:
         self.converted.end_step()
-        self._advance(1)
+        self.advance(1)
+        return output
 
     def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
         """Run the model on batch number `place`."""
-        output = output_of(self._run(batch), f"run of batch {place + 1}", trained)
+        output = super()._output(batch, place, trained)
         return replace(output, logits=None) if self._without_softmax and output.loss is not None else output
 
     def _run_counted(self, batch: Any, place: int) -> Output:
@@ -303,8 +226,10 @@ class ModelPasses:
         for place, batch in enumerate(batches):
             high = self.reference(batch, place)
             for name, operator in chosen.items():
-                low_part = name if operator is None else None
-                low = self.forward(batch, place, recovering=True, low=operator, low_part=low_part)
+                if operator is None:
+                    low = self.forward(batch, place, low_part=name)
+                else:
+                    low = self.forward(batch, place, low=[name])
                 if (kl := high.kl_to(low)) is not None:
                     kls[name].append(kl)
         return kls
@@ -322,21 +247,21 @@ class ModelPasses:
             return torch.nextafter(output, torch.inf * sign)
 
         with self._watching():
-            first = self.forward(batch, 0, recovering=True)
+            first = self.forward(batch, 0)
         first.refuse_not_finite("run of batch 1", self.model)
         if first.logits is not None and first.loss is not None and first.targets is None:
-            self._switch(True)
+            self._recover()
             with torch.enable_grad(), self._unplanned.running(), self._sequences.passing():
                 torch.manual_seed(0)
                 self._without_softmax = self._output(batch, 0).without_softmax
             self._sequences.begin()
             self.converted.end_step()
             first = replace(first, logits=None) if self._without_softmax else first
-        again = self.forward(batch, 0, recovering=True)
+        again = self.forward(batch, 0)
         with ExitStack() as stack:
             for operator in self.converted.operators:
                 stack.callback(operator.register_forward_hook(moved_by_a_rounding).remove)
-            kl = again.apart(self.forward(batch, 0, recovering=True))
+            kl = again.apart(self.forward(batch, 0))
         self._noise = max(SAME_NATS, 0.0 if first.logits is None else kl / 8)  # a GPU may sum in any order
         self._first = again
         if first.apart(again) > SAME_NATS:  # the first pass may have compiled the model
@@ -346,28 +271,13 @@ class ModelPasses:
     def refuse_state(self, batch: Any) -> None:
         """Raise ValueError if a pass of batch 1 differs from the one before all measurements by more than rounding."""
         assert self._first is not None
-        differ = self._first.apart(self.forward(batch, 0, recovering=True))
+        differ = self._first.apart(self.forward(batch, 0))
         right = (
             "two passes of batch 1 on the recovery path differ by this many nats; does it keep state, such as a cache "
             "of keys and values, or draw random numbers that torch.manual_seed does not set (dropout, masks)? Have it "
             "compute the same in every pass"
         )
         require(not differ > self._noise, "run", f"{differ:.2g}", right)
-
-    @contextmanager
-    def pinned(self, pins: Pins) -> Iterator[None]:
-        """Put these GEMMs of the low path on other recipes: a rescue, or the operator's own recovery recipe."""
-        before = [operator.low for operator in self.converted.operators]
-        try:
-            for operator in self.converted.operators:
-                for gemm, name in pins.get(operator.operator_name, {}).items():
-                    recipe = self.rescues.get(name, operator.recovery)
-                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
-                    operator.low = operator.low.with_gemms({gemm: recipe})
-            yield
-        finally:
-            for operator, low in zip(self.converted.operators, before, strict=True):
-                operator.low = low
 
     # ---- backward ----
 
@@ -376,7 +286,7 @@ class ModelPasses:
         meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
         drawn_before = self._draw.get_state()
         # The backward pass on the recovery path, with the meter and the probe on.
-        self._switch(True)
+        self._recover()
         meter.begin_step(place)
         self._measuring(True)
         try:
@@ -418,8 +328,8 @@ class ModelPasses:
         # The forward pass with everything low.
         counting = Counting(self.model, self.converted.operators)
         with counting.all():
-            low = self.forward(batch, place, recovering=False)
-        self._advance(PASSES_PER_BATCH - 1)
+            low = self.forward(batch, place, low=self.all_low)
+        self.advance(PASSES_PER_BATCH - 1)
         return BatchCosts(
             terms=terms,
             high=high.loss_value,
@@ -514,7 +424,7 @@ class ModelPasses:
     def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
         """Return the weights' gradient norms on the data's labels, (U,) float64; without such labels, `drawn`."""
         self.converted.end_step()
-        self._switch(True)
+        self._recover()
         torch.manual_seed(place)
         with self._watching() as calls:
             loss = self._output(batch, place).loss
@@ -528,9 +438,9 @@ class ModelPasses:
         norms = [zero if gradient is None else o.part(gradient).float().norm().double() for o, gradient in pairs]
         return torch.stack(norms)
 
-    def _switch(self, recovering: bool) -> None:
+    def _recover(self) -> None:
         for operator in self.converted.operators:
-            operator.switch(recovering or operator.operator_name in self.without_gradient)
+            operator.switch(True)
 
     def _measuring(self, on: bool) -> None:
         self._meter.enabled = self._probe.enabled = on

@@ -50,7 +50,7 @@ AutoQuantize, which sums (grad_output * output error)^2 for inference. docs/pric
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -467,13 +467,25 @@ class Sequences:
         """Run the backward passes of `losses` (S,), whose sum is the loss, and keep the graph."""
         if not self._edges:
             return
-        self._number = len(losses)
+        self.mark(
+            len(losses),
+            losses.device,
+            lambda weights: torch.autograd.grad(
+                (losses * weights.to(losses)).sum(), self._edges, retain_graph=True, allow_unused=True
+            ),
+        )
+
+    def mark(self, number: int, device: torch.device, backward: Callable[[Tensor], object]) -> None:
+        """Run the backward passes in which each of `number` sequences has a weight of its own.
+
+        `backward` runs one with these weights (S,) float32 on `device` of the sequences' losses, and keeps the graph.
+        """
+        self._number = number
         self._marking = True
         try:
             for digit in range(self._digits):
-                codes = torch.arange(self._number, device=losses.device) // self._codes**digit % self._codes
-                weighted = (losses * torch.exp2(codes.to(losses.dtype))).sum()
-                torch.autograd.grad(weighted, self._edges, retain_graph=True, allow_unused=True)
+                codes = torch.arange(number, device=device) // self._codes**digit % self._codes
+                backward(torch.exp2(codes.float()))
         finally:
             self._marking = False
             self._edges.clear()

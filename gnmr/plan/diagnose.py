@@ -15,14 +15,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gnmr.conversion import ConvertedModel, PathLinear, convert
 from gnmr.conversion.adapters import operators_in
@@ -31,7 +32,9 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Cast
+from gnmr.measure.blocks import Arm
 from gnmr.measure.coverage import Coverage
+from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
 from gnmr.measure.gemm_costs import (
     GemmCost,
     PathCost,
@@ -40,7 +43,8 @@ from gnmr.measure.gemm_costs import (
     weighted_mean,
 )
 from gnmr.measure.guards import as_it_was, refuse_without_gradients
-from gnmr.measure.model_passes import ESTIMATES, PASSES_PER_BATCH, BatchCosts, ModelPasses, Progress
+from gnmr.measure.model_output import Output
+from gnmr.measure.model_passes import ESTIMATES, PASSES_PER_BATCH, ModelPasses
 from gnmr.measure.unplanned import UnplannedParts, kv_cast_of
 from gnmr.names import BESIDE, GEMMS, KV_CAST, RECIPES
 from gnmr.options import one_of, require, whole_number
@@ -73,11 +77,14 @@ def diagnose(
     against: str | Recipe | Side | None = None,
     gate: float | None = None,
     labels: str = "model",
+    measure: str = "estimate",
     confirm: int = 20,
     include: Sequence[str] = (),
     kv_cast: str = KV_CAST,
     tokens: int = 1,
     terms: Callable[[Any], int] | None = None,
+    weights: Callable[[str], Tensor] | None = None,
+    state: Path | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Measure what every GEMM of the model's linears costs under `recipe`.
@@ -113,12 +120,20 @@ def diagnose(
         gate: KL per token by which two sides may differ. The plan is then the cheapest one expected to keep it.
         labels: labels of the backward pass. "model" draws them from the model's predictions; "data" uses the targets or
             the loss.
+        measure: "estimate" prices every GEMM by a backward pass, and measures the `confirm` operators that are highest
+            by either estimate. "all" measures the KL of every fprop alone, on the low recipe and on each rescue, by
+            forward passes; there is then no backward pass, and no score of dgrad and wgrad. It is the choice if errors
+            are large (INT4, E2M1), and if memory is short: a model of blocks is run block by block.
         confirm: number of operators, highest by either estimate, whose KL is measured.
         include: parts to measure alone and outside the plan: head, router, kv (`gnmr.measure.unplanned`).
         kv_cast: cast of the cache of keys and values: a number format and the group that shares a scale.
         tokens: price one token in every `tokens`; above 1, there is no estimate by sequence.
         terms: returns the number of terms in the mean loss of a batch, if `run` returns a loss alone. None: it is
             counted in the gradient of the linear that is called last, where positions without a target have none.
+        weights: with measure="all", returns the tensor of a parameter or buffer by its name. It is for a model whose
+            blocks have their parameters on the meta device; they are then read one after the other.
+        state: with measure="all", a folder in which the measurement keeps its state, and goes on from there if it is
+            interrupted. It is for one model and one set of arguments.
         progress: see `Progress`.
 
     Raises:
@@ -128,11 +143,16 @@ def diagnose(
     whole_number(tokens=tokens)
     whole_number(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
+    one_of(("estimate", "all"), measure=measure)
     fused, include = listed("fused", fused), listed("include", include)
     for kind in include:
         one_of(BESIDE, include=kind)
     cast = kv_cast_of(kv_cast)
-    _check_model(model)
+    if measure == "all":
+        require(not include, "include", ",".join(include), "is estimated; leave it out, or measure=all")
+    else:
+        require(weights is None and state is None, "weights, state", "...", "are for measure='all'")
+    _check_model(model, stored=weights is not None)
     paths = compared_paths(
         recipe=recipe,
         recovery=recovery,
@@ -151,30 +171,43 @@ def diagnose(
     with as_it_was(model), eager, _converted(model, paths, include, cast) as (converted, unplanned):
         sides = paths.give_recipes(converted)
         check_fused([operator.operator_name for operator in converted.operators], fused)
-        passes = ModelPasses(
-            converted,
-            model,
-            run,
-            unplanned,
-            progress or (lambda _done, _total: None),
-            tokens=tokens,
-            labels=labels,
-            terms=terms,
-            rescues=paths.rescues_of(converted),
-            with_recipes=sides,
-        )
+        common: dict[str, Any] = {
+            "converted": converted,
+            "model": model,
+            "run": run,
+            "progress": progress or (lambda _done, _total: None),
+            "rescues": paths.rescues_of(converted),
+        }
+        passes: ForwardPasses
+        if measure == "all":
+            passes = ForwardPasses(**common)
+            batches = [*batches]
+            require(batches, "batches", 0, "needs one at least")
+            passes.follow_blocks(weights, batches[0])
+        else:
+            passes = ModelPasses(
+                **common, unplanned=unplanned, tokens=tokens, labels=labels, terms=terms, with_recipes=sides
+            )
         measurement = _Measurement(
-            passes=passes, paths=paths, sides=sides, gate=gate, fused=fused, budget=budget, confirm=confirm
+            passes=passes,
+            paths=paths,
+            sides=sides,
+            gate=gate,
+            fused=fused,
+            budget=budget,
+            confirm=confirm,
+            state=state,
         )
         return measurement.diagnosis(batches, list(held_out))
 
 
-def _check_model(model: nn.Module) -> None:
-    """Raise ValueError if this is no model whose linears can be measured in this process."""
+def _check_model(model: nn.Module, stored: bool) -> None:
+    """Raise ValueError if this is no model whose linears can be measured; `stored` weights may be missing."""
     require(isinstance(model, nn.Module), "model", type(model).__name__, "must be an nn.Module")
     right = "has no linear operator, so no GEMM that a recipe would cast (others: gnmr.conversion.adapters.register)"
     require(operators_in(model), "model", type(model).__name__, right)
-    refuse_without_gradients(model)
+    if not stored:
+        refuse_without_gradients(model)
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     right = "has sharded parameters (DTensor); diagnose it in one process, before it is sharded"
     require(not sharded, "model", type(model).__name__, right)
@@ -189,7 +222,9 @@ def _converted(
         with warnings.catch_warnings():
             if paths.two_sides:  # two sides may be alike, and either may be the coarser
                 warnings.simplefilter("ignore")
-            converted = convert(model, paths.spec)
+            # Weights that are still on the meta device will run where the others are.
+            devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
+            converted = convert(model, paths.spec, device=next(iter(devices)) if len(devices) == 1 else None)
         stack.callback(converted.restore)
         assert isinstance(converted.low, Recipe)
         unplanned = UnplannedParts(model, include, converted.low, kv_cast)
@@ -198,10 +233,32 @@ def _converted(
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Findings:
+    """What the batches of a diagnosis say. Arrays have B batches and U operators that ran."""
+
+    costs: list[BatchCosts]
+    operators: list[PathLinear]
+    """Operators that ran."""
+    batches_run: np.ndarray
+    """Number of batches in which each operator of the model ran."""
+    terms: np.ndarray
+    """(B,) tokens that count."""
+    nats: np.ndarray
+    """(B, U) nats of each fprop, measured or by the estimate in use."""
+    rows: tuple[GemmCost, ...]
+    unplanned: tuple[GemmCost, ...] = ()
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    limit: float | None = None
+    choices: Collection[str] = ()
+    """Operators without a gradient whose KL alone is not 0."""
+    first_batch: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Measurement:
     """The passes of a diagnosis, and what it is about. Arrays have B batches, U operators that ran and R rescues."""
 
-    passes: ModelPasses
+    passes: ForwardPasses
     paths: ComparedPaths
     sides: Mapping[str, tuple[str, str]]
     """As in `Diagnosis`, and so are `gate`, `fused` and `budget`."""
@@ -210,15 +267,66 @@ class _Measurement:
     budget: float
     confirm: int
     """Number of operators, highest by either estimate, whose KL is measured."""
+    state: Path | None
+    """Folder for the state of a long measurement."""
 
     def diagnosis(self, batches: Iterable[Any], held_out: Sequence[Any]) -> Diagnosis:
         """Measure everything, and return the diagnosis."""
         passes, spec = self.passes, self.paths.spec
-        passes.expect(self._expected(batches, len(held_out)))
+        if isinstance(passes, ModelPasses):
+            findings = self._estimated(passes, batches, len(held_out))
+        else:
+            findings = self._measured_alone([*batches])
+        costs, operators, terms = findings.costs, findings.operators, findings.terms
+        diagnosis = Diagnosis(
+            recipe=spec.low,
+            recovery=spec.recovery or "bf16",
+            rows=findings.rows,
+            unplanned=findings.unplanned,
+            samples=findings.nats,
+            terms=terms,
+            measured=PathCost.of(
+                [batch.kl for batch in costs], [batch.high for batch in costs], [batch.low for batch in costs], terms
+            ),
+            scores=findings.scores,
+            budget=self.budget,
+            gate=self.gate,
+            limit=findings.limit,
+            labels=costs[0].labels,
+            estimate=costs[0].estimate,
+            tokens=passes.tokens if isinstance(passes, ModelPasses) else 1,
+            pins={
+                o.operator_name: pins
+                for o in operators
+                if (pins := self.paths.pins.get(o.operator_name.removeprefix("model.")))
+            },
+            rescues=tuple(self._rescues()),
+            times=dict(spec.times),
+            fused=self.fused,
+            recipes={
+                name: recipe.words() if isinstance(recipe, Recipe) else recipe
+                for name, recipe in spec.recipes.items()
+                if name not in RECIPES
+            },
+            linears=linears_of(passes.model),
+            modules=self._modules(),
+            against=self.paths.against,
+            sides=self.sides,
+            **self._covered(costs, operators, findings.batches_run, findings.choices),
+        )
+        if held_out:
+            diagnosis = self._with_held_out(diagnosis, held_out, len(costs))
+        if isinstance(passes, ModelPasses):
+            passes.refuse_state(findings.first_batch)
+        return diagnosis
+
+    def _estimated(self, passes: ModelPasses, batches: Iterable[Any], held_out: int) -> _Findings:
+        """Price every GEMM, and measure the operators that are highest alone."""
+        passes.expect(self._expected(batches, held_out))
         batches = iter(batches)
         first_batches = list(islice(batches, ALONE_BATCHES))
-        limit = self._limit(first_batches[0]) if first_batches else None
-        costs = self._measured_batches(chain(first_batches, batches))
+        limit = self._limit(passes, first_batches[0]) if first_batches else None
+        costs = self._measured_batches(passes, chain(first_batches, batches))
         # The operators that ran, and the numbers of each batch: `samples` has (B, U) by name.
         batches_run = (np.array([batch.rows for batch in costs]) > 0).sum(axis=0)
         ran = batches_run > 0
@@ -238,58 +346,60 @@ class _Measurement:
         rescued = np.where(in_use, rescued_by["sequence"], rescued_by["token"])  # (R, U)
         # The KL of single operators.
         has_kl = costs[0].kl is not None
-        alone = self._confirmed(operators, samples, first_batches, terms) if has_kl else {}
-        self._replace_infinite(rescued, operators, alone, first_batches)
-        unplanned = self._unplanned_rows(costs, first_batches, terms)
-        without_gradient = self._rows_without_gradient(first_batches) if has_kl else ()
+        alone = self._confirmed(passes, operators, samples, first_batches, terms) if has_kl else {}
+        self._replace_infinite(passes, rescued, operators, alone, first_batches)
+        unplanned = self._unplanned_rows(passes, costs, first_batches, terms)
+        without_gradient = self._rows_without_gradient(passes, first_batches) if has_kl else ()
         normed = ~np.isnan(samples["norm"]).any(axis=1)
         scores = {
             "mse": weighted_mean(samples["mse"], terms),
             "gradient norm": weighted_mean(samples["norm"][normed], terms[normed]),
         }
-        diagnosis = Diagnosis(
-            recipe=spec.low,
-            recovery=spec.recovery or "bf16",
+        return _Findings(
+            costs=costs,
+            operators=operators,
+            batches_run=batches_run,
+            terms=terms,
+            nats=nats,
             rows=self._rows(operators, samples, nats, by_sequence, alone, rescued, terms),
             unplanned=(*unplanned, *without_gradient),
-            samples=nats,
-            terms=terms,
-            measured=PathCost.of(
-                [batch.kl for batch in costs], [batch.high for batch in costs], [batch.low for batch in costs], terms
-            ),
             scores={
                 key: {o.operator_name: score for o, score in zip(operators, values.tolist(), strict=True)}
                 for key, values in scores.items()
             },
-            budget=self.budget,
-            gate=self.gate,
             limit=limit,
-            labels=costs[0].labels,
-            estimate=costs[0].estimate,
-            tokens=passes.tokens,
-            pins={
-                o.operator_name: pins
-                for o in operators
-                if (pins := self.paths.pins.get(o.operator_name.removeprefix("model.")))
-            },
-            rescues=tuple(self._rescues()),
-            times=dict(spec.times),
-            fused=self.fused,
-            recipes={
-                name: recipe.words() if isinstance(recipe, Recipe) else recipe
-                for name, recipe in spec.recipes.items()
-                if name not in RECIPES
-            },
-            linears=linears_of(passes.model),
-            modules=self._modules(),
-            against=self.paths.against,
-            sides=self.sides,
-            **self._covered(costs, operators, batches_run, {row.operator for row in without_gradient if row.value}),
+            choices={row.operator for row in without_gradient if row.value},
+            first_batch=first_batches[0],
         )
-        if held_out:
-            diagnosis = self._with_held_out(diagnosis, held_out, len(costs))
-        passes.refuse_state(first_batches[0])
-        return diagnosis
+
+    def _measured_alone(self, batches: Sequence[Any]) -> _Findings:
+        """Measure the KL of every operator alone."""
+        passes = self.passes
+        costs, alone = passes.measure_alone(batches, self._state_file("batches"))
+        batches_run = (np.array([batch.rows for batch in costs]) > 0).sum(axis=0)
+        ran = batches_run > 0
+        operators = [o for o, number in zip(passes.converted.operators, batches_run, strict=True) if number]
+        self._refuse_none(operators)
+        terms = np.array([batch.terms for batch in costs], dtype=float)
+        rescued = weighted_mean([batch.rescued["measured"] for batch in costs], terms)[..., ran]  # (R, U)
+        rows = []
+        for column, operator in enumerate(operators):
+            name = operator.operator_name
+            row = GemmCost.of_fprop(name, 0.0, (0.0, 0.0), None, None, alone[name])
+            on_rescues = dict.fromkeys(self._rescues(), 0.0)
+            on_rescues |= dict(zip(passes.rescues, rescued[:, column].tolist(), strict=True))
+            rows.append(replace(row, rescued=on_rescues))
+        return _Findings(
+            costs=costs,
+            operators=operators,
+            batches_run=batches_run,
+            terms=terms,
+            nats=np.stack([batch.numbers["fprop"] for batch in costs])[:, ran],
+            rows=tuple(rows),
+        )
+
+    def _state_file(self, name: str) -> Path | None:
+        return None if self.state is None else self.state / f"{name}.safetensors"
 
     # ---- the batches of the prices ----
 
@@ -301,9 +411,9 @@ class _Measurement:
         choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
         return PASSES_PER_BATCH * len(batches) + 4 + held_out * choices
 
-    def _limit(self, batch: Any) -> float | None:
+    def _limit(self, passes: ModelPasses, batch: Any) -> float | None:
         """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""
-        limit = self.passes.rounding(batch)
+        limit = passes.rounding(batch)
         if self.paths.against:
             key, value = ("against", self.paths.spec.recovery) if self.gate is None else ("gate", self.gate)
             require(limit is not None, key, value, "is about a KL, and `run` gives a loss alone; have it give logits")
@@ -314,11 +424,11 @@ class _Measurement:
             require(self.gate > limit, "gate", self.gate, right + ("" if plain else ", or a model in float32"))
         return limit
 
-    def _measured_batches(self, batches: Iterable[Any]) -> list[BatchCosts]:
+    def _measured_batches(self, passes: ModelPasses, batches: Iterable[Any]) -> list[BatchCosts]:
         """Measure each batch. Raises ValueError if there are fewer than two."""
         costs: list[BatchCosts] = []
         for place, batch in enumerate(batches):
-            costs.append(self.passes.measure(batch, place))
+            costs.append(passes.measure(batch, place))
             _refuse_other_kind(f"run of batch {place + 1}", costs[place].kl is None, costs[0].kl is None)
         require(len(costs) > 1, "batches", len(costs), "needs two at least, for the spread between them")
         return costs
@@ -337,6 +447,7 @@ class _Measurement:
 
     def _confirmed(
         self,
+        passes: ModelPasses,
         operators: Sequence[PathLinear],
         samples: Mapping[str, np.ndarray],
         batches: Sequence[Any],
@@ -349,10 +460,11 @@ class _Measurement:
             if np.isfinite(values).all():
                 order = np.argsort(-values, kind="stable")[: self.confirm]
                 chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
-        return self.passes.alone(chosen, batches)
+        return passes.alone(chosen, batches)
 
     def _replace_infinite(
         self,
+        passes: ModelPasses,
         rescued: np.ndarray,
         operators: Sequence[PathLinear],
         alone: Mapping[str, Sequence[np.ndarray]],
@@ -367,10 +479,10 @@ class _Measurement:
             kls = alone.get(operator.operator_name)
             if kls is not None and not np.isfinite(np.concatenate(kls)).all():
                 infinite[column] = operator
-        for nats, rescue in zip(rescued, self.passes.rescues, strict=True):
+        for nats, rescue in zip(rescued, passes.rescues, strict=True):
             if nats.any():
-                with self.passes.pinned({o.operator_name: {"fprop": rescue} for o in infinite.values()}):
-                    kls_of = self.passes.alone({o.operator_name: o for o in infinite.values()}, batches)
+                with passes.pinned({o.operator_name: {"fprop": rescue} for o in infinite.values()}):
+                    kls_of = passes.alone({o.operator_name: o for o in infinite.values()}, batches)
                 for column, operator in infinite.items():
                     kl, tokens = np.concatenate(kls_of[operator.operator_name]).sum(axis=0)
                     nats[column] = kl / tokens if np.isfinite(kl) else np.inf
@@ -409,7 +521,7 @@ class _Measurement:
         return tuple(rows)
 
     def _unplanned_rows(
-        self, costs: Sequence[BatchCosts], batches: Sequence[Any], terms: np.ndarray
+        self, passes: ModelPasses, costs: Sequence[BatchCosts], batches: Sequence[Any], terms: np.ndarray
     ) -> tuple[GemmCost, ...]:
         """Return the rows of the parts outside the plan, and measure the KL of the `confirm` highest alone.
 
@@ -424,7 +536,7 @@ class _Measurement:
             samples[name] = values if has_sequences[name] else values[:, [0, 0]]
         means = {name: weighted_mean(values, terms).tolist() for name, values in samples.items()}
         highest = sorted(samples, key=lambda name: -max(means[name]))[: self.confirm]
-        alone = self.passes.alone(dict.fromkeys(highest), batches)
+        alone = passes.alone(dict.fromkeys(highest), batches)
         rows = []
         for name, values in samples.items():
             by_token, by_sequence = means[name]
@@ -433,14 +545,12 @@ class _Measurement:
             rows.append(GemmCost.of_fprop(name, means[name][column], (low, high), by_token, sequence, alone.get(name)))
         return tuple(rows)
 
-    def _rows_without_gradient(self, batches: Sequence[Any]) -> tuple[GemmCost, ...]:
+    def _rows_without_gradient(self, passes: ModelPasses, batches: Sequence[Any]) -> tuple[GemmCost, ...]:
         """Measure the KL alone of the first `confirm` operators whose output has no gradient: it needs none."""
         chosen: dict[str, PathLinear | None] = {
-            o.operator_name: o
-            for o in self.passes.converted.operators
-            if o.operator_name in self.passes.without_gradient
+            o.operator_name: o for o in passes.converted.operators if o.operator_name in passes.without_gradient
         }
-        alone = self.passes.alone(dict(islice(chosen.items(), self.confirm)), batches)
+        alone = passes.alone(dict(islice(chosen.items(), self.confirm)), batches)
         return tuple(GemmCost.of_fprop(name, 0.0, (0.0, 0.0), None, None, kls) for name, kls in alone.items())
 
     # ---- what the plan is about ----
@@ -561,24 +671,26 @@ class _Measurement:
             choices |= {"plan": [plan], **diagnosis.alternatives}
             choices |= {f"{choice.extra}": [choice] for choice in curve}
         pins_of = {repr(choice.pins): choice.pins for draws in choices.values() for choice in draws}
-        self.passes.expect(len(batches) * (1 + len(pins_of)) + 1)
+        arms = {key: Arm(self.passes.all_low, pins) for key, pins in pins_of.items()}
+        self.passes.expect(self.passes.passes_of(len(batches), arms) + 1)
         # The losses and KLs of each choice on each batch.
         high: list[float] = []
         terms: list[int] = []
-        low: dict[str, list[float]] = {key: [] for key in pins_of}
-        kls: dict[str, list[Any]] = {key: [] for key in pins_of}
-        for number, batch in enumerate(batches):
-            reference = self.passes.reference(batch, before + number)
-            high.append(reference.loss_value)
-            terms.append(max(1, reference.terms))
-            where = f"run of held-out batch {number + 1}"
-            reference.refuse_not_finite(where, self.passes.model)
-            for key, pins in pins_of.items():
-                with self.passes.pinned(pins):
-                    output = self.passes.forward(batch, before + number, recovering=False)
-                low[key].append(output.loss_value)
-                kls[key].append(reference.kl_to(output))
-            _refuse_other_kind(where, reference.logits is None, diagnosis.measured.kl is None)
+        low: dict[str, list[float]] = {key: [] for key in arms}
+        kls: dict[str, list[Any]] = {key: [] for key in arms}
+        reference: Output | None = None
+        for number, key, output in self.passes.outputs(batches, arms, before, self._state_file("held_out")):
+            if key is None:
+                reference = output
+                high.append(reference.loss_value)
+                terms.append(max(1, reference.terms))
+                where = f"run of held-out batch {number + 1}"
+                reference.refuse_not_finite(where, self.passes.model)
+                _refuse_other_kind(where, reference.logits is None, diagnosis.measured.kl is None)
+                continue
+            assert reference is not None
+            low[key].append(output.loss_value)
+            kls[key].append(reference.kl_to(output))
         # The means over the draws of a guess, and over the batches.
         by_batch: dict[str, tuple[list[Any], list[float]]] = {}
         for name, draws in choices.items():

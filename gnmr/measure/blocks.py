@@ -1,0 +1,444 @@
+"""Run a model block by block, so that one pass over its weights measures every operator alone.
+
+A language model is an embedding, L blocks one after the other, and a head. Let h_l be the hidden states that enter
+block l. If operator i of block l alone is in low precision, everything before block l is exact, so
+
+    logits_i = head( block_L-1( ... block_l+1( block_l with i low (h_l) ) ) )
+
+The hidden states of all such models go side by side: at block l there is one new copy of h_l for each of its operators,
+and every older copy goes through block l exactly. So each block is read once, which is what lets blocks come from disk
+one after the other, and the work is half of that of running the model anew for each operator.
+
+Each copy is its own call of the block. A scale of a whole tensor is then that of the copy, and the kernels see the
+shapes that they would see in a pass of the whole model, so that the results are equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gnmr.conversion import ConvertedModel, PathLinear
+from gnmr.formats import Recipe
+from gnmr.measure.price import Sequences
+from gnmr.names import Pins
+
+
+class NotFollowed(Exception):
+    """The blocks of a model cannot be run one by one; the message says why, in a few words."""
+
+
+def list_of_blocks(model: nn.Module) -> str:
+    """Return the name of the `nn.ModuleList` with the most parameters, or an empty name if there is none."""
+    lists = {name: lists for name, lists in model.named_modules() if isinstance(lists, nn.ModuleList)}
+    sizes = {name: sum(p.numel() for p in modules.parameters()) for name, modules in lists.items()}
+    return max(sizes, key=lambda name: sizes[name], default="")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A copy of the model in which some operators are in low precision."""
+
+    low: Collection[str]
+    """Names of these operators."""
+    pins: Pins = field(default_factory=dict)
+    """GEMMs of theirs that are on other recipes than the low one."""
+
+
+@dataclass
+class _BlockCall:
+    """The arguments with which the model calls a block for one batch, besides the hidden states."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    hidden_name: str | None
+    """Name under which the hidden states are given; None: they are the first argument."""
+
+    def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
+        if self.hidden_name is None:
+            return block(hidden, *self.positional, **self.named)
+        return block(*self.positional, **{self.hidden_name: hidden}, **self.named)
+
+
+class Blocks:
+    """The blocks of a converted model that every batch passes in their order."""
+
+    def __init__(self, model: nn.Module, operators: Sequence[PathLinear]) -> None:
+        """Find the blocks and the `operators` in each.
+
+        Raises:
+            NotFollowed: there are no blocks with these operators, or a block stands in the list twice.
+        """
+        self.name = list_of_blocks(model)
+        self.modules: list[nn.Module] = [*cast(nn.ModuleList, model.get_submodule(self.name))] if self.name else []
+        if len(set(self.modules)) < len(self.modules):
+            raise NotFollowed(f"{self.name} has one block in several places")
+        inside = [set(block.modules()) for block in self.modules]
+        self.operators = [[o for o in operators if o.module in modules] for modules in inside]
+        """The operators of each block."""
+        if not any(self.operators):
+            raise NotFollowed("no nn.ModuleList has blocks with these operators")
+
+    def place_of(self) -> dict[str, int]:
+        """Return the number of the block of each operator that is in one."""
+        return {o.operator_name: place for place, operators in enumerate(self.operators) for o in operators}
+
+
+class BlockByBlock:
+    """Outputs of a model for several arms, which go through its blocks side by side."""
+
+    def __init__(
+        self,
+        converted: ConvertedModel,
+        model: nn.Module,
+        run: Callable[[Any], Any],
+        *,
+        recipes: Mapping[str, Recipe] | None = None,
+        weights: Callable[[str], Tensor] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            converted: the operators, each with a low and a recovery path.
+            model: the model, in evaluation mode.
+            run: runs `model` on a batch, as that of `gnmr.diagnose`.
+            recipes: recipes that pins name, besides the recovery recipe of each operator.
+            weights: returns the tensor of a parameter or buffer of a block by its name in the model. It is read when
+                the block runs, in the dtype of the model's other parameters, and dropped afterwards. None: the blocks
+                have their weights.
+
+        Raises:
+            NotFollowed: see `Blocks`.
+        """
+        self.converted, self._run, self._recipes = converted, run, recipes or {}
+        self.blocks = Blocks(model, converted.operators)
+        self._loaded: Callable[[int], AbstractContextManager[None]] = lambda _place: nullcontext()
+        """Returns a context in which the block of this number has its weights."""
+        if weights is not None:
+            around = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
+            if around is None:
+                raise NotFollowed("its embedding and head have no weights")
+            self._loaded = BlockWeights(self.blocks, weights, around.dtype, around.device).loaded
+        self.advance: Callable[[int], None] = lambda _calls: None
+        """Called with the number of finished calls of blocks."""
+        self.place_of = self.blocks.place_of()
+
+    def calls(self, batches: int, arms: Mapping[str, Arm], before: int | None = None) -> int:
+        """Return the number of calls of blocks that `outputs` makes, in all blocks or in those `before` one."""
+        end = len(self.blocks.modules) if before is None else before
+        return batches * (end + sum(max(0, end - self._first_block(arm)) for arm in arms.values()))
+
+    @torch.no_grad()
+    def outputs(
+        self,
+        batches: Sequence[Any],
+        arms: Mapping[str, Arm],
+        first_place: int = 0,
+        *,
+        state: Path | None = None,
+        around_exact: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Iterator[tuple[int, str | None, Any]]:
+        """Yield (number of the batch, arm, what `run` returns) for the exact model (None) and then for each arm.
+
+        Args:
+            batches: batches of token ids.
+            arms: the copies by name.
+            first_place: number of the first batch, which seeds PyTorch's generator as in a pass of the whole model.
+            state: a file that is written after each block, with which a measurement that was interrupted goes on. It is
+                for these batches, arms and weights alone, which the caller sees to.
+            around_exact: returns a context for the calls of the exact model.
+
+        Raises:
+            NotFollowed: the model does something between its blocks, or hands on more than one tensor.
+        """
+        calls = [self.entering(batch, first_place + at) for at, batch in enumerate(batches)]
+        # Hidden states by batch and arm; an arm is there from the block of its first low operator on.
+        exact = [hidden for hidden, _, _ in calls]
+        copies: list[dict[str, Tensor]] = [{} for _ in batches]
+        births = {name: self._first_block(arm) for name, arm in arms.items()}
+        begin = 0
+        if state is not None and state.exists():
+            begin = _load_state(state, exact, copies, [*arms])
+            self.advance(self.calls(len(batches), arms, before=begin))
+        for place, block in enumerate(self.blocks.modules[begin:], begin):
+            with self._loaded(place):
+                for at, (_, block_calls, _) in enumerate(calls):
+                    for name, arm in arms.items():
+                        if births[name] > place:
+                            continue
+                        # The arm's low path in this block; a copy is born from the exact hidden states.
+                        hidden = copies[at].get(name, exact[at])
+                        with self._on_paths(place, arm):
+                            copies[at][name] = _hidden_of(block_calls[place](block, hidden))
+                        self._after_call()
+                    with self._on_paths(place, Arm(())), around_exact():
+                        exact[at] = _hidden_of(block_calls[place](block, exact[at]))
+                    self._after_call()
+            if state is not None:
+                _save_state(state, place + 1, exact, copies, [*arms])
+        for at, (batch, (_, _, like)) in enumerate(zip(batches, calls, strict=True)):
+            with around_exact():
+                result = self._tail(batch, first_place + at, exact[at], like)
+            yield at, None, result
+            for name in arms:
+                yield at, name, self._tail(batch, first_place + at, copies[at].pop(name), like)
+
+    def backward(
+        self,
+        batch: Any,
+        place: int,
+        objective_of: Callable[[Any], tuple[Tensor, Tensor | None]],
+        sequences: Sequences | None = None,
+    ) -> None:
+        """Run a batch on the recovery path, and the backward pass of its objective from the last block to the first.
+
+        Between the blocks only hidden states are kept, and gradients of them alone are asked for. So the graph and the
+        weights in use are those of one block at a time. What watches operators (`gnmr.measure.price`) sees the passes.
+
+        Args:
+            batch: a batch.
+            place: its number, which seeds PyTorch's generator.
+            objective_of: returns the scalar to differentiate, and its part of each sequence, (S,) or None, of what
+                `run` returned.
+            sequences: finds the sequence of each row; the first dimension of the hidden states must number sequences.
+
+        Raises:
+            NotFollowed: see `outputs`.
+        """
+        with torch.no_grad():
+            hidden, calls, like = self.entering(batch, place)
+            entering = []
+            for at, block in enumerate(self.blocks.modules):
+                entering.append(hidden)
+                with self._loaded(at):
+                    hidden = _hidden_of(calls[at](block, hidden))
+                self.advance(1)
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_()
+            objective, by_sequence = objective_of(self._tail(batch, place, hidden, like))
+            (gradient,) = torch.autograd.grad(objective, hidden)
+            del objective
+            for at in reversed(range(len(self.blocks.modules))):
+                with self._loaded(at):
+                    hidden = entering.pop().detach().requires_grad_()
+                    leaving = _hidden_of(calls[at](self.blocks.modules[at], hidden))
+                    if sequences is not None and by_sequence is not None:
+                        sequences.mark(
+                            len(by_sequence), hidden.device, partial(_weighted_backward, leaving, hidden, gradient)
+                        )
+                    (gradient,) = torch.autograd.grad(leaving, hidden, gradient)
+                self.advance(2)
+        self.converted.end_step()
+
+    def _first_block(self, arm: Arm) -> int:
+        """Return the first block with an operator of the arm in low precision."""
+        return min(self.place_of[name] for name in arm.low)
+
+    @contextmanager
+    def _on_paths(self, place: int, arm: Arm) -> Iterator[None]:
+        """Put the operators of a block on the arm's paths."""
+        operators = self.blocks.operators[place]
+        before = [operator.low for operator in operators]
+        try:
+            for operator in operators:
+                operator.switch(operator.operator_name not in arm.low)
+                for gemm, name in arm.pins.get(operator.operator_name, {}).items():
+                    recipe = self._recipes.get(name, operator.recovery)
+                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
+                    operator.low = operator.low.with_gemms({gemm: recipe})
+            yield
+        finally:
+            for operator, low in zip(operators, before, strict=True):
+                operator.low = low
+                operator.switch(True)
+
+    def _after_call(self) -> None:
+        self.converted.end_step()
+        self.advance(1)
+
+    # ---- the model around its blocks ----
+
+    def entering(self, batch: Any, place: int) -> tuple[Tensor, list[_BlockCall], Any]:
+        """Return (hidden states before block 0, arguments of each block, what block 0 returns).
+
+        The model runs with blocks that return their input, so that no weight of a block is read but those of block 0.
+        """
+        calls: list[_BlockCall] = []
+        entering: list[Tensor] = []
+        like: list[Any] = []
+
+        def record(at: int, *positional: Any, **named: Any) -> Any:
+            call, hidden = _split(positional, named)
+            if len(calls) != at:
+                raise NotFollowed(f"{self.blocks.name} is not called once a pass and in its order")
+            if at and hidden is not entering[0]:
+                raise NotFollowed(f"the model changes hidden states between blocks of {self.blocks.name}")
+            if at == 0:
+                entering.append(hidden)
+                with self._loaded(0), self._on_paths(0, Arm(())), _unstubbed(self.blocks.modules[0]):
+                    like.append(call(self.blocks.modules[0], hidden))
+                self.converted.end_step()
+                if not isinstance(like[0], Tensor | tuple):
+                    raise NotFollowed(f"a block returns a {type(like[0]).__name__}")
+            else:
+                _refuse_handed_on(call, like[0])
+            calls.append(call)
+            return _with_hidden(like[0], hidden)
+
+        with _stubbed(self.blocks.modules, record):
+            torch.manual_seed(place)
+            self._run(batch)
+        if len(calls) < len(self.blocks.modules):
+            raise NotFollowed(f"{len(self.blocks.modules) - len(calls)} blocks of {self.blocks.name} are not called")
+        return entering[0], calls, like[0]
+
+    def _tail(self, batch: Any, place: int, hidden: Tensor, like: Any) -> Any:
+        """Return what `run` gives if `hidden` leaves the last block."""
+        last = len(self.blocks.modules) - 1
+
+        def skip(at: int, *positional: Any, **named: Any) -> Any:
+            return _with_hidden(like, hidden if at == last else _split(positional, named)[1])
+
+        with _stubbed(self.blocks.modules, skip):
+            torch.manual_seed(place)
+            result = self._run(batch)
+        self.converted.end_step()
+        return result
+
+
+def _weighted_backward(leaving: Tensor, hidden: Tensor, gradient: Tensor, weights: Tensor) -> None:
+    """Run the backward pass of a block with the gradient (S, ...) of each sequence times its weight (S,)."""
+    weights = weights.to(gradient).view(-1, *[1] * (gradient.dim() - 1))
+    torch.autograd.grad(leaving, hidden, gradient * weights, retain_graph=True)
+
+
+def _split(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[_BlockCall, Tensor]:
+    """Return a call of a block and the hidden states in it. Raises NotFollowed if it has none, or keeps a cache."""
+    for value in (*positional, *named.values()):
+        if type(value).__name__.endswith("Cache"):
+            raise NotFollowed("blocks keep keys and values of former passes: run the model with use_cache=False")
+    if positional and isinstance(positional[0], Tensor):
+        return _BlockCall(positional[1:], named, None), positional[0]
+    name = "hidden_states"
+    if not isinstance(named.get(name), Tensor):
+        raise NotFollowed("a block is not given its hidden states as the first argument")
+    others = {key: value for key, value in named.items() if key != name}
+    return _BlockCall(positional, others, name), named[name]
+
+
+def _hidden_of(result: Any) -> Tensor:
+    """Return the hidden states in what a block returns: a tensor, or a tuple that begins with them."""
+    hidden: Tensor = result if isinstance(result, Tensor) else result[0]
+    return hidden
+
+
+def _with_hidden(like: Any, hidden: Tensor) -> Any:
+    """Return hidden states in the form in which blocks return them."""
+    return hidden if isinstance(like, Tensor) else (hidden, *like[1:])
+
+
+def _refuse_handed_on(call: _BlockCall, like: Any) -> None:
+    """Raise NotFollowed if a block reads something besides the hidden states that an earlier one returned."""
+    returned = [] if isinstance(like, Tensor) else [item for item in like[1:] if item is not None]
+    if any(value is item for value in (*call.positional, *call.named.values()) for item in returned):
+        raise NotFollowed("a block reads more than the hidden states of the one before")
+
+
+def _save_state(file: Path, blocks: int, exact: list[Tensor], copies: list[dict[str, Tensor]], arms: list[str]) -> None:
+    """Write the hidden states after this number of blocks, beside the file and renamed."""
+    from safetensors.torch import save_file
+
+    tensors = {f"{at}": hidden for at, hidden in enumerate(exact)}
+    tensors |= {f"{at} {arms.index(name)}": hidden for at, of in enumerate(copies) for name, hidden in of.items()}
+    beside = file.with_name(f".{file.name}.writing")
+    save_file({key: hidden.contiguous() for key, hidden in tensors.items()}, beside, metadata={"blocks": f"{blocks}"})
+    beside.replace(file)
+
+
+def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]], arms: list[str]) -> int:
+    """Put in the hidden states of a file, and return the number of blocks that they have passed."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device=str(exact[0].device)) as opened:
+        for key in opened.keys():  # noqa: SIM118
+            at, _, arm = key.partition(" ")
+            if arm:
+                copies[int(at)][arms[int(arm)]] = opened.get_tensor(key)
+            else:
+                exact[int(at)] = opened.get_tensor(key)
+        return int(opened.metadata()["blocks"])
+
+
+@contextmanager
+def _stubbed(blocks: Sequence[nn.Module], stub: Callable[..., Any]) -> Iterator[None]:
+    """Run `stub(number of the block, *arguments)` in place of each block."""
+    forwards = [vars(block).get("forward") for block in blocks]
+    for place, block in enumerate(blocks):
+        block.forward = partial(stub, place)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, forwards, strict=True):
+            _set_forward(block, forward)
+
+
+@contextmanager
+def _unstubbed(block: nn.Module) -> Iterator[None]:
+    """Run the block itself again."""
+    stub = vars(block)["forward"]
+    del block.forward
+    try:
+        yield
+    finally:
+        block.forward = stub
+
+
+def _set_forward(block: nn.Module, forward: Any) -> None:
+    """Restore the instance's own forward, or its class's (None)."""
+    if forward is None:
+        del block.forward
+    else:
+        block.forward = forward
+
+
+class BlockWeights:
+    """The weights of blocks, which are read and widened while a block runs, and dropped afterwards."""
+
+    def __init__(self, blocks: Blocks, read: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        """Prepare.
+
+        Args:
+            blocks: the blocks, whose parameters may be on the meta device.
+            read: returns the tensor of a parameter or a buffer by its name in the model, in any dtype.
+            dtype: dtype of weights while they are in use; float32 keeps rounding out of small KLs.
+            device: where the blocks run.
+        """
+        self._blocks, self._read, self._dtype, self._device = blocks, read, dtype, device
+
+    @contextmanager
+    def loaded(self, place: int) -> Iterator[None]:
+        """Give block number `place` its weights."""
+        block, prefix = self._blocks.modules[place], f"{self._blocks.name}.{place}."
+        stored: list[tuple[nn.Module, str, Tensor]] = []
+        try:
+            for path, module in block.named_modules():
+                where = f"{prefix}{path}." if path else prefix
+                buffers = [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+                for key, tensor in [*module.named_parameters(recurse=False), *buffers]:
+                    values = self._read(where + key).to(self._device)
+                    if values.is_floating_point():
+                        values = values.to(self._dtype)
+                    stored.append((module, key, tensor))
+                    # A weight has to require a gradient for its operator to keep what wgrad reads.
+                    setattr(module, key, nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values)
+            yield
+        finally:
+            for module, key, tensor in stored:
+                setattr(module, key, tensor)

@@ -1,0 +1,305 @@
+"""Run forward passes of a converted model, whole or block by block, and measure the KL of every operator alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gnmr.conversion import ConvertedModel
+from gnmr.errors import warn
+from gnmr.formats import Recipe
+from gnmr.measure.blocks import Arm, BlockByBlock, NotFollowed
+from gnmr.measure.coverage import Counting, Coverage
+from gnmr.measure.model_output import Output, output_of
+from gnmr.names import Pins
+from gnmr.options import require
+
+Progress = Callable[[int, int | None], None]
+"""Called with the numbers of finished and of all forward passes (None: unknown)."""
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """The measurements of one batch of S sequences, for U operators and R rescue recipes."""
+
+    terms: int
+    """Tokens that count in the batch, over which its numbers are means."""
+    high: float
+    """Loss on the recovery path, NaN if there is none."""
+    low: float
+    """Loss with everything low."""
+    kl: np.ndarray | None
+    """(KL, tokens that count) of each sequence with everything low, (S, 2); None without logits."""
+    numbers: dict[str, np.ndarray]
+    """Prices (`PriceMeter.by_operator`), `mse` of the input and `norm` of the weight's gradient, (U,) each.
+
+    The price by sequence is NaN if the rows of an operator have no known sequences. If every operator is measured
+    alone, `fprop` is its KL, and there is no other number.
+    """
+    rescued: dict[str, np.ndarray]
+    """Nats of fprop on each rescue by estimate (`ESTIMATES`), (R, U)."""
+    rows: list[int]
+    """Rows of each operator."""
+    unplanned: dict[str, tuple[float, float]]
+    """Nats by token and by sequence of the parts outside the plan."""
+    labels: str
+    """Labels of the backward pass: `model` (drawn from its predictions), `data`, or `none` without such a pass."""
+    estimate: str
+    """The estimate of fprop in use, one of `ESTIMATES`, or `measured`."""
+    coverage: Coverage
+    """Products of a forward pass."""
+
+
+class ForwardPasses:
+    """The forward passes of a converted model."""
+
+    def __init__(
+        self,
+        converted: ConvertedModel,
+        model: nn.Module,
+        run: Callable[[Any], Any],
+        progress: Progress,
+        *,
+        rescues: Mapping[str, Recipe],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            converted: the operators on their two paths.
+            model: the model.
+            run: as that of `gnmr.diagnose`.
+            progress: see `Progress`.
+            rescues: the recipes, by name, on which a plan may keep a GEMM.
+        """
+        self.converted, self.model, self.rescues, self._run = converted, model, rescues, run
+        self.blocks: BlockByBlock | None = None
+        """Runs the model block by block; None: every pass is one of the whole model."""
+        self.weights = [operator.weight for operator in converted.operators]
+        self.called: set[str] = set()
+        """Operators that were called in any batch."""
+        self.without_gradient: set[str] = set()
+        """Operators that ran in any batch, and whose output had a gradient in none.
+
+        They have no price. They stay on the recovery path in all passes except those that measure them alone.
+        """
+        self.graphs: set[str] = set()
+        """Operators whose output had a graph in any batch, whether or not a gradient reached it."""
+        self.read: set[str] = set()
+        """Operators whose weight had a gradient in any batch."""
+        self._done = 0.0
+        self._total: int | None = None
+        self._progress = progress
+
+    def follow_blocks(self, weights: Callable[[str], Tensor] | None, batch: Any) -> None:
+        """Run the model block by block from now on, if it has blocks that can be followed; else warn.
+
+        Args:
+            weights: reads the tensors of the blocks by name; None: the blocks have their weights.
+            batch: the first batch, which shows how the model calls its blocks.
+
+        Raises:
+            ValueError: the model cannot be followed, and its blocks have no weights otherwise.
+        """
+        try:
+            blocks = BlockByBlock(self.converted, self.model, self._run, recipes=self.rescues, weights=weights)
+            outside = [o.operator_name for o in self.converted.operators if o.operator_name not in blocks.place_of]
+            if outside:
+                raise NotFollowed(f"{outside[0]} is outside of {blocks.blocks.name}")
+            if weights is not None:
+                with torch.no_grad():
+                    blocks.entering(batch, 0)
+            else:
+                (_, _, result), *_ = blocks.outputs([batch], {})
+                same = self.forward(batch, 0).apart(output_of(result, "run of batch 1", trained=False)) == 0
+                if not same:
+                    raise NotFollowed("the model computes something else if its blocks are called one by one")
+        except NotFollowed as error:
+            why = f"{type(self.model).__name__} cannot be run block by block: {error}"
+            if weights is not None:
+                raise ValueError(f"weights: {why}; give the model its weights") from error
+            warn(f"{why}; every operator is measured by passes of the whole model")
+        else:
+            blocks.advance = lambda calls: self.advance(calls / len(blocks.blocks.modules))
+            self.blocks = blocks
+
+    # ---- progress ----
+
+    def expect(self, passes: int | None) -> None:
+        """Set how many forward passes are still to come; None: unknown."""
+        self._total = None if passes is None else int(self._done) + passes
+
+    def expect_more(self, passes: int) -> None:
+        """Add to the number of forward passes that are still to come, if it is known."""
+        if self._total is not None:
+            self._total += passes
+
+    def passes_of(self, batches: int, arms: Mapping[str, Arm]) -> int:
+        """Return the number of forward passes that `outputs` takes; a block is a part of one."""
+        if self.blocks is None:
+            return batches * (1 + len(arms))
+        return math.ceil(self.blocks.calls(batches, arms) / len(self.blocks.blocks.modules))
+
+    def advance(self, passes: float) -> None:
+        """Count finished passes; a block is a part of one."""
+        self._done += passes
+        self._progress(int(self._done), self._total)
+
+    # ---- passes ----
+
+    @property
+    def all_low(self) -> list[str]:
+        """Return the names of all operators but those without a gradient."""
+        names = [operator.operator_name for operator in self.converted.operators]
+        return [name for name in names if name not in self.without_gradient]
+
+    @torch.no_grad()
+    def forward(self, batch: Any, place: int, *, low: Collection[str] = ()) -> Output:
+        """Run a forward pass with the operators `low` in low precision, and all others on the recovery path."""
+        for operator in self.converted.operators:
+            operator.switch(operator.operator_name not in low)
+        torch.manual_seed(place)
+        output = self._output(batch, place, trained=False)
+        self.converted.end_step()
+        self.advance(1)
+        return output
+
+    def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
+        """Run the model on batch number `place`."""
+        return output_of(self._run(batch), f"run of batch {place + 1}", trained)
+
+    def outputs(
+        self,
+        batches: Sequence[Any],
+        arms: Mapping[str, Arm],
+        before: int = 0,
+        state: Path | None = None,
+        around_exact: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Iterator[tuple[int, str | None, Output]]:
+        """Yield (number of the batch, arm, output) on the recovery path (None) and then for each arm, batch by batch.
+
+        Args:
+            batches: the batches.
+            arms: by name, the operators that are low, and their pins.
+            before: number of batches that were run before these.
+            state: a file for the state of a long measurement, see `BlockByBlock.outputs`.
+            around_exact: returns a context for the passes with every operator on the recovery path.
+        """
+        if self.blocks is not None:
+            for number, name, result in self.blocks.outputs(
+                batches, arms, before, state=state, around_exact=around_exact
+            ):
+                yield number, name, output_of(result, f"run of batch {before + number + 1}", trained=False)
+            return
+        for number, batch in enumerate(batches):
+            with around_exact():
+                reference = self.reference(batch, before + number)
+            yield number, None, reference
+            for name, arm in arms.items():
+                with self.pinned(arm.pins):
+                    yield number, name, self.forward(batch, before + number, low=arm.low)
+
+    def reference(self, batch: Any, place: int) -> Output:
+        """Run a forward pass with every operator on the recovery path."""
+        return self.forward(batch, place)
+
+    @contextmanager
+    def pinned(self, pins: Pins) -> Iterator[None]:
+        """Put these GEMMs of the low path on other recipes: a rescue, or the operator's own recovery recipe."""
+        before = [operator.low for operator in self.converted.operators]
+        try:
+            for operator in self.converted.operators:
+                for gemm, name in pins.get(operator.operator_name, {}).items():
+                    recipe = self.rescues.get(name, operator.recovery)
+                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
+                    operator.low = operator.low.with_gemms({gemm: recipe})
+            yield
+        finally:
+            for operator, low in zip(self.converted.operators, before, strict=True):
+                operator.low = low
+
+    # ---- every operator alone ----
+
+    def measure_alone(
+        self, batches: Sequence[Any], state: Path | None = None
+    ) -> tuple[list[BatchCosts], dict[str, list[np.ndarray]]]:
+        """Measure the KL of everything low, and of every operator alone on the low recipe and on each rescue.
+
+        Args:
+            batches: the batches.
+            state: a file for the state of the measurement, which goes on from there.
+
+        Returns:
+            The costs of each batch, and {operator: KLs (S, 2) by batch} on the low recipe.
+
+        Raises:
+            ValueError: `run` gives no logits, or a loss whose positions nobody knows.
+        """
+        names = [operator.operator_name for operator in self.converted.operators]
+        assert isinstance(self.converted.recovery, Recipe)
+        exact = self.converted.recovery.fprop
+        rescues = [name for name, recipe in self.rescues.items() if recipe.fprop != exact]
+        arms = {"all": Arm(names)} | {f" {name}": Arm([name]) for name in names}
+        arms |= {f"{rescue} {name}": Arm([name], {name: {"fprop": rescue}}) for rescue in rescues for name in names}
+        counting = Counting(self.model, self.converted.operators)
+        kls: dict[str, list[np.ndarray]] = {name: [] for name in arms}
+        high: list[Output] = []
+        low: list[float] = []
+        last_arm = [*arms][-1]
+        self.expect(self.passes_of(len(batches), arms) + len(batches))
+        for number, arm, output in self.outputs(batches, arms, state=state):
+            if arm is None:
+                where = f"run of batch {number + 1}"
+                right = "must give logits, or these and targets, if every operator is measured alone"
+                require(
+                    output.logits is not None and (output.loss is None) == (output.targets is None),
+                    where,
+                    "a loss",
+                    right,
+                )
+                output.refuse_not_finite(where, self.model)
+                high.append(output)
+                continue
+            output_high = high[number]
+            kl = output_high.kl_to(output)
+            assert kl is not None
+            kls[arm].append(kl)
+            if arm == "all":
+                low.append(output.loss_value)
+            if arm == last_arm:
+                high[number] = replace(output_high, logits=None, targets=None)  # another batch comes
+        # In passes of their own, because a measurement that goes on does not see the blocks before.
+        for _ in self.outputs(batches, {}, around_exact=counting.all):
+            pass
+        products = counting.coverage.called()
+        rows = np.array(
+            [products.get(o.operator_name, 0) // (o.in_features * o.out_features) for o in self.converted.operators]
+        )
+        costs = []
+        for number, output in enumerate(high):
+            means = {arm: kls[arm][number].sum(axis=0) for arm in arms}
+            nats = {arm: float(kl / tokens) for arm, (kl, tokens) in means.items()}
+            rescued = np.array([[nats.get(f"{rescue} {name}", 0.0) for name in names] for rescue in self.rescues])
+            costs.append(
+                BatchCosts(
+                    terms=output.terms,
+                    high=output.loss_value,
+                    low=low[number],
+                    kl=kls["all"][number],
+                    numbers={"fprop": np.array([nats[f" {name}"] for name in names])},
+                    rescued={"measured": rescued.reshape(len(self.rescues), len(names))},
+                    rows=((rows + number) // len(batches)).tolist(),  # adds up to `rows`
+                    unplanned={},
+                    labels="none",
+                    estimate="measured",
+                    coverage=counting.coverage if number == 0 else Coverage(),
+                )
+            )
+        return costs, {name: kls[f" {name}"] for name in names}
