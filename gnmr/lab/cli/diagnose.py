@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shlex
+import shutil
 import time
 from argparse import Namespace
 from collections.abc import Mapping
@@ -11,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+import gnmr
 from gnmr.console import for_tables, next_lines, print_plain, say, showing, shown_command
 from gnmr.errors import UserError, as_user_error, printable, writing
 from gnmr.lab.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
@@ -68,8 +71,14 @@ def _parser() -> Parser:
     option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")
     option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts,moe", [])
     option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
-    option("batches", whole(2), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
+    option("batches", whole(1), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
     option("held_out", whole(0), "batches on which plan and usual guesses are measured; default: a quarter as many")
+    option(
+        "measure",
+        one_of("estimate", "all"),
+        "estimate: price all by a backward pass; all: every operator alone, block by block",
+        "estimate",
+    )
     option("confirm", whole(0), "measure the N highest of either estimate individually", 20)
     option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
     option("kv_cast", _kv_cast, "of keys and values, if include= has kv", KV_CAST)
@@ -88,6 +97,8 @@ def main(argv: list[str]) -> int:
     _check_places(options)
     if config is not None and config.model.adapter.rank:
         raise UserError(f"{place}: has adapters in addition to its weights; merge them with peft first")
+    if options.batches == 1 and options.measure == "estimate":
+        raise UserError("batches=1: needs two at least, for the spread between them; or measure=all")
     recipes = {} if config is None else config.precision.recipes
     low_of, high_of = (_recipes_of_patterns(options, key) for key in ("recipe", "against"))
     plan, low = paths_of(options, config, "nvfp4")
@@ -115,24 +126,37 @@ def main(argv: list[str]) -> int:
     # Load the model and its text.
     from gnmr.lab.evaluation.blocks import LONGEST, TOKENS
     from gnmr.lab.evaluation.subjects import load_subject
+    from gnmr.lab.train.memory import refuse_blocks
 
     tokens = (options.batch_size or max(1, TOKENS // 2 // (options.block or LONGEST))) * (options.block or LONGEST)
     with memory_bound(_LOADING):
-        subject = load_subject(place, device=options.device, floats=options.dtype == "float32", tokens=tokens)
+        subject = load_subject(
+            place,
+            device=options.device,
+            gradients=options.measure == "estimate",
+            floats=options.dtype == "float32",
+            tokens=tokens,
+            by_blocks=options.measure == "all",
+        )
     options.batches = options.batches or (16 if config is not None else 8)
     options.held_out = options.batches // 4 if options.held_out is None else options.held_out
     blocks = blocks_for(subject, options, options.batches, options.held_out)
     size = f"{options.batches} + {options.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
+    if subject.weights is not None:
+        say(refuse_blocks(subject.model, blocks.batches, subject.device), by_words=True)
     # Measure, write, show.
     began = time.perf_counter()
-    diagnosis = _diagnosed(subject, blocks, options, path_options)
+    state = _state_folder(options, argv) if options.measure == "all" else None
+    diagnosis = _diagnosed(subject, blocks, options, path_options, state)
     origin = _origin(subject, options, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
     lines: list[str] = []
     try:
         lines = _write(diagnosis, origin, options, plan)  # before it is shown, because the reader may have left
     finally:
         _show(diagnosis, plan, options)
+    if state is not None:
+        shutil.rmtree(state)
     for line in lines:
         print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
@@ -194,13 +218,35 @@ def _check_places(options: Namespace) -> None:
                 pass
 
 
-def _diagnosed(subject: Subject, blocks: TextBlocks, options: Namespace, path_options: Mapping[str, Any]) -> Diagnosis:
+def _state_folder(options: Namespace, argv: list[str]) -> Path | None:
+    """Return the folder in out= for the state of this measurement, which the same command finds again."""
+    if options.out is None:
+        return None
+    # Weights or a text of another date are others.
+    files = [Path(argv[0]).expanduser(), *([options.data] if options.data is not None else [])]
+    dates = [file.stat().st_mtime_ns for file in files if file.exists()]
+    key = hashlib.sha256(repr((argv, dates, gnmr.__version__)).encode()).hexdigest()[:16]
+    with writing(f"out={options.out}"):
+        options.out.mkdir(exist_ok=True)
+        for other in options.out.glob(".measuring-*"):
+            if other.name != f".measuring-{key}":
+                shutil.rmtree(other)
+        folder: Path = options.out / f".measuring-{key}"
+        if folder.is_dir():
+            say(f"diagnose: goes on from {folder}", by_words=True)
+        folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _diagnosed(
+    subject: Subject, blocks: TextBlocks, options: Namespace, path_options: Mapping[str, Any], state: Path | None
+) -> Diagnosis:
     from gnmr.lab.train.loss import logits_of
     from gnmr.plan.diagnose import diagnose
 
     if subject.converted is not None:  # a fine-tuned run's own paths
         subject.converted.restore()
-    if options.dtype == "float32":
+    if options.dtype == "float32" and subject.weights is None:
         with memory_bound(_LOADING):
             subject.model.float()
     right = f"diagnose: out of memory at batch_size={blocks.size}: use a smaller one, or block="
@@ -211,6 +257,9 @@ def _diagnosed(subject: Subject, blocks: TextBlocks, options: Namespace, path_op
             blocks.batches,
             held_out=blocks.held_out,
             progress=progress,
+            measure=options.measure,
+            weights=None if subject.weights is None else subject.weights.read,
+            state=state,
             **path_options,
             **{key: getattr(options, key) for key in _MORE},
         )
@@ -220,7 +269,6 @@ def _origin(subject: Subject, options: Namespace, blocks: TextBlocks, command: s
     """Return the provenance of the numbers."""
     import torch
 
-    import gnmr
     from gnmr.lab.train.provenance import commit, machine, place, portable_command
 
     return {

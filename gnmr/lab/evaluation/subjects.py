@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from gnmr.conversion import ConvertedModel
-from gnmr.errors import UserError, as_user_error
+from gnmr.errors import UserError, as_user_error, warn
 from gnmr.formats.recipes import described
 from gnmr.lab import models
 from gnmr.lab.config import Config, config_hash, read
 from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.models import pretrained
+from gnmr.lab.models.stored import NotReadByBlocks, StoredWeights, open_stored
 from gnmr.lab.train.build import pretrained_model
 from gnmr.lab.train.checkpoint import load_model
 from gnmr.lab.train.memory import refuse_checkpoint, refuse_run
@@ -90,16 +91,25 @@ class Subject:
     """The converted operators of the model, if it has any."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts for records: kind, model, dtype, ..."""
+    weights: StoredWeights | None = None
+    """Reads the weights of the blocks, if the model has them on the meta device."""
 
 
 def load_subject(
-    path: str, device: str = "auto", *, gradients: bool = True, floats: bool = False, tokens: int = 0
+    path: str,
+    device: str = "auto",
+    *,
+    gradients: bool = True,
+    floats: bool = False,
+    tokens: int = 0,
+    by_blocks: bool = False,
 ) -> Subject:
     """Return the model at `path`: a run folder, a checkpoint folder, or a hub name of Hugging Face.
 
-    `device` is auto, cpu or cuda. The other arguments say what a checkpoint is loaded for, as
-    `memory.refuse_checkpoint`. Raises UserError if the model cannot be loaded. Folders are not trusted
-    (`gnmr.records.untrusted`): no links below them are followed, and only safetensors and data of checkpoints are read.
+    `device` is auto, cpu or cuda. With `by_blocks`, the blocks of a checkpoint stay on disk if they can be read one by
+    one. The other arguments say what a checkpoint is loaded for, as `memory.refuse_checkpoint`. Raises UserError if the
+    model cannot be loaded. Folders are not trusted (`gnmr.records.untrusted`): no links below them are followed, and
+    only safetensors and data of checkpoints are read.
     """
     with as_user_error():
         one_of(("auto", "cpu", "cuda"), device=device)
@@ -116,6 +126,11 @@ def load_subject(
             raise UserError(f"{path}: neither a run (config.yaml) nor a Hugging Face checkpoint (config.json)")
     elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         raise UserError(f"{path}: there is no such run, checkpoint folder or hub name")
+    if by_blocks:
+        try:
+            return _stored_checkpoint(path, where, floats)
+        except NotReadByBlocks as error:
+            warn(f"{error}; the whole model is loaded")
     return _checkpoint(path, where, gradients=gradients, floats=floats, tokens=tokens)
 
 
@@ -217,6 +232,21 @@ def _checkpoint(name: str, device: torch.device, **purpose: Any) -> Subject:
     facts |= {"parameters": sum(p.numel() for p in model.parameters())}
     facts |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     return _hugging_face_subject(name, model, name, device, None, facts)
+
+
+def _stored_checkpoint(name: str, device: torch.device, floats: bool) -> Subject:
+    """Return a checkpoint whose blocks stay on disk. Raises NotReadByBlocks if they cannot be read one by one."""
+    tokenizer_with_end(name)
+    model, weights = open_stored(name, torch.float32 if floats else None, device)
+    config: Any = model.config
+    facts = {"kind": "checkpoint", "model": config.model_type}
+    facts |= {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(config.dtype).removeprefix("torch."),
+    }
+    subject = _hugging_face_subject(name, model, name, device, None, facts)
+    subject.weights = weights
+    return subject
 
 
 def _hugging_face_subject(

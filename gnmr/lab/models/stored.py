@@ -15,6 +15,10 @@ from gnmr.lab.models.pretrained import check_files, local, need, open_config, qu
 from gnmr.measure.blocks import list_of_blocks
 
 
+class NotReadByBlocks(UserError):
+    """The tensors of a checkpoint cannot be read one by one."""
+
+
 class StoredWeights:
     """Reads the tensors of a model from a checkpoint's safetensors.
 
@@ -74,18 +78,20 @@ class StoredWeights:
             return values.clone()
 
 
-def open_stored(checkpoint: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, StoredWeights]:
+def open_stored(checkpoint: str, dtype: torch.dtype | None, device: torch.device) -> tuple[nn.Module, StoredWeights]:
     """Return a model without the weights of its blocks, and what reads them.
 
-    The parameters of the blocks are on the meta device; all others have their values in `dtype` on `device`.
+    The parameters of the blocks are on the meta device; all others have their values on `device`, in `dtype` or
+    in that of the files (None).
 
     Raises:
-        UserError: the checkpoint cannot be loaded, or a tensor of the model cannot be read alone from its files.
+        UserError: the checkpoint cannot be loaded.
+        NotReadByBlocks: a tensor of the model cannot be read alone from its files.
     """
     config = open_config(checkpoint, checkpoint)
     need("accelerate", checkpoint)
     if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{checkpoint}: its weights are quantized, so its blocks cannot be read one by one")
+        raise NotReadByBlocks(f"{checkpoint}: its weights are quantized, so its blocks cannot be read one by one")
     with quiet():
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
@@ -103,14 +109,13 @@ def open_stored(checkpoint: str, dtype: torch.dtype, device: torch.device) -> tu
         if name in model.all_tied_weights_keys:
             continue
         if name not in weights:
-            raise UserError(
-                f"{checkpoint}: its files have no {name} of its own, so its blocks cannot be read one by one; "
-                "load the whole model"
+            raise NotReadByBlocks(
+                f"{checkpoint}: its files have no {name} of its own, so its blocks cannot be read one by one"
             )
         if isinstance(tensor, nn.Parameter) and name.startswith(blocks):
             continue
         values = weights.read(name).to(device=device)
-        if values.is_floating_point():
+        if values.is_floating_point() and dtype is not None:
             values = values.to(dtype)
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)

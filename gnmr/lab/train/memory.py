@@ -12,16 +12,20 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from gnmr.errors import UserError, warn
 from gnmr.lab.config import Config, ModelConfig
 from gnmr.lab.config.model import LLAMAS
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import pretrained
+from gnmr.measure.blocks import list_of_blocks
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _IMPORTS, _PER_INPUT, _PER_LOGIT = 400_000_000, 23, 36
@@ -156,6 +160,44 @@ def refuse_checkpoint(
             f"{where}: may not fit into memory: about {total / 1e9:,.3g} GB for its weights and {tokens:,} tokens a "
             f"batch, and {has} {available / 1e9:,.3g} GB; use a smaller batch_size= or block=, or {smaller[4:]}"
         )
+
+
+def refuse_blocks(model: nn.Module, batches: Sequence[Batch], device: torch.device) -> str:
+    """Return one line that says what a measurement block by block holds in memory and how long it is.
+
+    Args:
+        model: the model, whose blocks are on the meta device.
+        batches: the batches, whose hidden states stay in memory.
+        device: where the blocks run.
+
+    Raises:
+        UserError: this is more memory than there is.
+    """
+    size = next(parameter.element_size() for parameter in model.parameters() if not parameter.is_meta)
+    blocks = cast(nn.ModuleList, model.get_submodule(list_of_blocks(model)))
+    of_block = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    operators = sum(isinstance(module, nn.Linear) for block in blocks for module in block.modules())
+    around = sum(p.numel() for p in model.parameters() if not p.is_meta)
+    config: Any = model.config
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    hidden, vocabulary = tokens * config.get_text_config().hidden_size, len(model.get_input_embeddings().weight)  # type: ignore[operator]
+    logits = 3 * max(batch.tokens.numel() for batch in batches) * vocabulary
+    # A block, the read tensor and one cast of it beside, and a copy of the hidden states for each operator.
+    total = _IMPORTS + size * (around + 2 * of_block + hidden * (operators + 1)) + 4 * logits
+    there, has = machine_memory(), "this process can have"
+    if device.type == "cuda":
+        there, has = torch.cuda.get_device_properties(device).total_memory, "this GPU has"
+    if total > there:
+        raise UserError(
+            f"measure=all: cannot fit into memory: about {total / 1e9:,.3g} GB, of it "
+            f"{size * hidden * operators / 1e9:,.3g} GB for the hidden states of {tokens:,} tokens, and {has} "
+            f"{there / 1e9:,.3g} GB; use fewer batches= or a smaller batch_size="
+        )
+    passes = len(batches) * (1 + operators / 2)
+    return (
+        f"measuring {operators} operators alone, {len(blocks)} blocks one after the other: the time of about "
+        f"{passes:,.0f} forward passes of a batch for each recipe, and {total / 1e9:,.3g} GB"
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:
