@@ -243,8 +243,10 @@ class _Findings:
     """Number of batches in which each operator of the model ran."""
     terms: np.ndarray
     """(B,) tokens that count."""
-    nats: np.ndarray
-    """(B, U) nats of each fprop, measured or by the estimate in use."""
+    samples: np.ndarray
+    """Nats of each fprop, (B, U) by the estimate in use, or (sequences, U) measured."""
+    weights: np.ndarray
+    """Tokens that count in each sample."""
     rows: tuple[GemmCost, ...]
     unplanned: tuple[GemmCost, ...] = ()
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -283,8 +285,8 @@ class _Measurement:
             recovery=spec.recovery or "bf16",
             rows=findings.rows,
             unplanned=findings.unplanned,
-            samples=findings.nats,
-            terms=terms,
+            samples=findings.samples,
+            terms=findings.weights,
             measured=PathCost.of(
                 [batch.kl for batch in costs], [batch.high for batch in costs], [batch.low for batch in costs], terms
             ),
@@ -360,7 +362,8 @@ class _Measurement:
             operators=operators,
             batches_run=batches_run,
             terms=terms,
-            nats=nats,
+            samples=nats,
+            weights=terms,
             rows=self._rows(operators, samples, nats, by_sequence, alone, rescued, terms),
             unplanned=(*unplanned, *without_gradient),
             scores={
@@ -382,6 +385,7 @@ class _Measurement:
         self._refuse_none(operators)
         terms = np.array([batch.terms for batch in costs], dtype=float)
         rescued = weighted_mean([batch.rescued["measured"] for batch in costs], terms)[..., ran]  # (R, U)
+        by_sequence = [np.concatenate(alone[operator.operator_name]) for operator in operators]  # (all S, 2)
         rows = []
         for column, operator in enumerate(operators):
             name = operator.operator_name
@@ -394,7 +398,8 @@ class _Measurement:
             operators=operators,
             batches_run=batches_run,
             terms=terms,
-            nats=np.stack([batch.numbers["fprop"] for batch in costs])[:, ran],
+            samples=np.stack([kls[:, 0] / kls[:, 1] for kls in by_sequence], axis=1),
+            weights=by_sequence[0][:, 1],
             rows=tuple(rows),
         )
 

@@ -368,8 +368,13 @@ class Diagnosis:
             provenance=texts | dict(provenance or {}),
         )
 
-    def stability(self) -> Stability:
-        """Estimate by bootstrap and split halves how often another draw of batches gives the same top set and order."""
+    def stability(self) -> Stability | None:
+        """Estimate by bootstrap and split halves how often another draw of batches gives the same top set and order.
+
+        Returns None for a single batch (or sequence, where `samples` are of sequences).
+        """
+        if len(self.samples) < 2:
+            return None
         areas = np.array([self.work.get(name) or a * b for name, (a, b) in self.operators.items()], dtype=float)
         weights = np.ones(len(self.samples)) if self.terms is None else self.terms
         return Stability.of(self.samples, weights, areas, top=max(1, len(self.pins or self.choice().pins)))
@@ -394,7 +399,7 @@ class Diagnosis:
             "labels": self.labels,
             "estimate": self.estimate,
             "coherent": [row.operator for row in self.coherent],
-            "stability": vars(self.stability()),
+            "stability": None if (stability := self.stability()) is None else vars(stability),
             "budget": self.budget,
             "rescues": list(self.rescues),
             "times": self.times,

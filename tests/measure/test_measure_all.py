@@ -1,0 +1,227 @@
+"""`measure="all"`: the KL of every operator alone, in memory, from disk, interrupted, and of models without blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import CAUSAL
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gnmr
+from gnmr.lab.models.stored import open_stored
+from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.pin_plan import read_plan
+
+SHAPE = CAUSAL["llama"]
+
+
+def token_ids(seed: int) -> Tensor:
+    return torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def diagnosed(model: Any, **options: Any) -> Diagnosis:
+    def run(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return model(tokens, use_cache=False).logits, tokens.roll(-1, dims=1)
+
+    batches = [token_ids(1), token_ids(2)]
+    rescue = ["mxfp8", "bf16"]
+    return gnmr.diagnose(model, run, batches, held_out=[token_ids(3)], rescue=rescue, budget="+20%", **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("hf") / "llama"
+    model = transformers.AutoModelForCausalLM.from_config(SHAPE(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mlp.down_proj" in name:  # so that operators differ
+                parameter *= 8
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def in_memory(model: nn.Module) -> Diagnosis:
+    return diagnosed(model, measure="all")
+
+
+def on_disk(checkpoint: Path, **options: Any) -> Diagnosis:
+    model, weights = open_stored(str(checkpoint), torch.float32, torch.device("cpu"))
+    return diagnosed(model, measure="all", weights=weights.read, **options)
+
+
+def numbers(diagnosis: Diagnosis) -> str:
+    return json.dumps(diagnosis.tree())
+
+
+def test_values_are_those_of_measuring_operator_by_operator(model: nn.Module, in_memory: Diagnosis) -> None:
+    estimated = diagnosed(model, confirm=1000)
+    singles = {row.operator: row.measured for row in estimated.rows if row.gemm == "fprop"}
+    assert len(singles) == 14
+    assert {row.operator: row.measured for row in in_memory.rows} == singles
+    assert repr(in_memory.measured) == repr(estimated.measured)  # an error of one batch is NaN
+    assert repr(in_memory.held_out) == repr(estimated.held_out)
+    assert (in_memory.work, in_memory.rest) == (estimated.work, estimated.rest)
+    rescued = {row.operator: row.rescued["mxfp8"] for row in in_memory.rows}
+    assert all(0 < rescued[name] < value for name, value in singles.items() if value is not None)
+
+
+def test_the_kl_is_that_of_a_plain_loop(model: Any, in_memory: Diagnosis) -> None:
+    """The last down_proj alone: its own two operands cast by the recipe, everything else as it is."""
+    from gnmr.formats import RECIPES
+    from gnmr.formats.cast import quantize
+
+    name = "model.layers.1.mlp.down_proj"
+    linear = model.get_submodule(name)
+    casts = RECIPES["nvfp4"].fprop
+    kl = tokens = 0.0
+    for batch in (token_ids(1), token_ids(2)):
+        with torch.no_grad():
+            high = F.log_softmax(model(batch).logits.double(), dim=-1)
+
+            def low_product(_module: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+                rows = inputs[0].flatten(0, -2)
+                x, weight = (
+                    quantize(operand, cast, 1)[0]
+                    for operand, cast in ((rows, casts.input), (linear.weight, casts.weight))
+                )
+                return (x @ weight.t()).view(*inputs[0].shape[:-1], -1)
+
+            handle = linear.register_forward_hook(low_product)
+            low = F.log_softmax(model(batch).logits.double(), dim=-1)
+            handle.remove()
+        kl += float((high.exp() * (high - low)).sum())
+        tokens += batch.numel()
+    (row,) = [row for row in in_memory.rows if row.operator == name]
+    # The product above adds up in another order than the operator's kernel.
+    assert row.measured == pytest.approx(kl / tokens, rel=1e-4)
+
+
+def test_blocks_from_disk_give_the_same_diagnosis(checkpoint: Path, in_memory: Diagnosis) -> None:
+    assert numbers(on_disk(checkpoint)) == numbers(in_memory)
+
+
+@pytest.mark.parametrize("interrupted_at", [1, 20, 34])
+def test_a_measurement_that_was_interrupted_goes_on(
+    interrupted_at: int, checkpoint: Path, in_memory: Diagnosis, tmp_path: Path
+) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(done: int, _total: int | None) -> None:
+        if done >= interrupted_at:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        on_disk(checkpoint, state=tmp_path, progress=interrupt)
+    steps: list[int] = []
+    again = on_disk(checkpoint, state=tmp_path, progress=lambda done, _total: steps.append(done))
+    assert numbers(again) == numbers(in_memory)
+    whole: list[int] = []
+    on_disk(checkpoint, progress=lambda done, _total: whole.append(done))
+    if interrupted_at > 1:  # a block is finished
+        assert len(steps) < len(whole), "blocks that were done are not run again"
+
+
+def test_a_model_that_cannot_be_followed_is_measured_by_whole_passes() -> None:
+    class Residual(nn.Module):
+        """Hidden states change between the blocks."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(300, 32)
+            self.blocks = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+            self.head = nn.Linear(32, 300)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden = self.embed(tokens)
+            for block in self.blocks:
+                hidden = hidden + block(hidden)
+            return self.head(hidden)
+
+    model = Residual()
+    batches, options = [token_ids(1), token_ids(2)], {"recipe": "mxfp4", "targets": ["blocks.*"]}
+    with pytest.warns(UserWarning, match="Residual cannot be run block by block: the model changes hidden states"):
+        measured = gnmr.diagnose(model, model, batches, measure="all", **options)
+    estimated = gnmr.diagnose(model, model, batches, confirm=10, **options)
+    singles = {row.operator: row.measured for row in estimated.rows if row.gemm == "fprop"}
+    assert {row.operator: row.measured for row in measured.rows} == singles and len(singles) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"measure": "some"}, "measure=some"),
+        ({"measure": "all", "include": ["head"]}, "include=head: is estimated"),
+        ({"state": Path("x")}, "are for measure='all'"),
+    ],
+)
+def test_options_that_exclude_each_other(options: dict[str, Any], message: str, model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=message):
+        diagnosed(model, **options)
+
+
+def test_a_loss_alone_has_no_kl(model: Any) -> None:
+    def loss(tokens: Tensor) -> Tensor:
+        return model(tokens, labels=tokens, use_cache=False).loss
+
+    with pytest.raises(ValueError, match="must give logits"):
+        gnmr.diagnose(model, loss, [token_ids(1)], measure="all")
+
+
+@pytest.fixture
+def text_command(checkpoint: Path, gnmr: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """`gnmr diagnose` of the checkpoint, with a tokenizer of bytes and a text."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    if not (checkpoint / "tokenizer.json").exists():
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(["plain text of some words " * 20], vocab_size=300, special_tokens=["<end>"])
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token="<end>")
+        fast.save_pretrained(checkpoint)
+    text = tmp_path / "text.txt"
+    text.write_text("plain text of some words, and of other words that are read twice " * 60)
+    words = (f"data={text}", "measure=all", "batches=1", "held_out=1", "block=16", "batch_size=2", "device=cpu")
+    return lambda *more: gnmr("diagnose", str(checkpoint), *words, *more)
+
+
+def test_the_command_reads_the_blocks_from_disk(text_command: Callable[..., Any], tmp_path: Path) -> None:
+    ended = text_command(f"out={tmp_path / 'out'}", "rescue=bf16", f"html={tmp_path / 'page.html'}")
+    assert ended.code == 0, ended.err
+    assert "measuring 14 operators alone, 2 blocks one after the other" in ended.out
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"plan.json", "diagnosis.json"}
+    tree = json.loads((tmp_path / "out/diagnosis.json").read_text())
+    assert tree["estimate"] == "measured" and {row["gemm"] for row in tree["rows"]} == {"fprop"}
+    assert all(row["measured"] == row["value"] for row in tree["rows"])
+    assert read_plan(tmp_path / "out/plan.json").prices
+    assert "measured" in (tmp_path / "page.html").read_text()
+
+
+def test_too_little_memory_is_told_before_work_begins(
+    text_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gnmr.lab.train import memory
+
+    monkeypatch.setattr(memory, "machine_memory", lambda: 10_000_000)
+    ended = text_command()
+    assert ended.code == 2 and ended.err.count("\n") == 1
+    assert "measure=all: cannot fit into memory" in ended.err and "use fewer batches=" in ended.err
+
+
+def test_one_batch_is_enough_only_if_everything_is_measured(text_command: Callable[..., Any]) -> None:
+    ended = text_command("measure=estimate")
+    assert ended.code == 2 and "batches=1: needs two at least" in ended.err
