@@ -115,7 +115,8 @@ def choice_rows(diagnosis: Diagnosis) -> list[ChoiceRow]:
     for name, draws in {"plan": [diagnosis.choice()], **diagnosis.alternatives}.items():
         extra, after = (float(np.mean([getattr(choice, key) for choice in draws])) for key in ("extra", "after"))
         cost, excess = diagnosis.remaining.get(name), diagnosis.excess.get(name)
-        rows.append(ChoiceRow(label(name), extra, after, cost, excess, rescue_of.get(name)))
+        name_shown = "the plan, by single KLs" if name == "plan" and diagnosis.estimate == "measured" else label(name)
+        rows.append(ChoiceRow(name_shown, extra, after, cost, excess, rescue_of.get(name)))
     return rows
 
 
