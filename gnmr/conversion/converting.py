@@ -127,9 +127,7 @@ def convert(
     if spec.unit == "gemm" and not mixed[()]:
         raise ValueError(f"unit='gemm': {spec.low} and {spec.recovery} are alike in {', '.join(spec.recovers)}")
 
-    # Weights on the meta device come later, to the device that is named.
-    state_device = device if weights_device.type == "meta" else weights_device
-    shared = _shared_state(spec, list(runnable.values()), len(operators), seed, state_device)
+    shared = _shared_state(spec, list(runnable.values()), len(operators), seed, weights_device)
     converted_operators = []
     for index, (name, operator) in enumerate(zip(names, operators.values(), strict=True)):
         converted = _exchanged(operator, linear_class, name, index, paths[pins[name]], shared)

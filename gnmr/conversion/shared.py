@@ -145,6 +145,13 @@ class SharedState:
         """Whether the tensors of this state are on the device on which the operators were converted."""
         return self.amax is not None or self.rounding is not None or self.probe is not None
 
+    def move_from_meta(self, device: torch.device) -> None:
+        """Begin the state anew on `device`, to which weights on the meta device come when their operators run."""
+        self.device = device
+        if self.amax is not None:
+            steps = 0 if self.amax.history is None else self.amax.history.shape[2] - 1
+            self.amax = AmaxHistory(len(self.amax.counts), steps, device)
+
     def read_of(self, x: Tensor, reader: str, index: int) -> Read:
         """Return the record of this tensor since its first operator read it.
 

@@ -125,6 +125,7 @@ class BlockByBlock:
             around = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
             if around is None:
                 raise NotFollowed("its embedding and head have no weights")
+            converted.shared.move_from_meta(around.device)
             self._loaded = BlockWeights(self.blocks, weights, around.dtype, around.device).loaded
         self.advance: Callable[[int], None] = lambda _calls: None
         """Called with the number of finished calls of blocks."""

@@ -222,9 +222,7 @@ def _converted(
         with warnings.catch_warnings():
             if paths.two_sides:  # two sides may be alike, and either may be the coarser
                 warnings.simplefilter("ignore")
-            # Weights that are still on the meta device will run where the others are.
-            devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-            converted = convert(model, paths.spec, device=next(iter(devices)) if len(devices) == 1 else None)
+            converted = convert(model, paths.spec)
         stack.callback(converted.restore)
         assert isinstance(converted.low, Recipe)
         unplanned = UnplannedParts(model, include, converted.low, kv_cast)

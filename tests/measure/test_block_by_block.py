@@ -134,9 +134,7 @@ def test_blocks_from_disk_compute_as_the_model_in_memory(family: str, tmp_path: 
     on_disk, weights = open_stored(str(tmp_path), torch.float32, torch.device("cpu"))
     outputs = []
     for model in (in_memory, on_disk):
-        converted = on_recovery(
-            convert(model, PathSpec.of("nvfp4", "bf16", backend="simulated"), device=torch.device("cpu"))
-        )
+        converted = on_recovery(convert(model, PathSpec.of("nvfp4", "bf16", backend="simulated")))
         runner = BlockByBlock(
             converted,
             model,
