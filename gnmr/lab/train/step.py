@@ -8,7 +8,7 @@
     `Router.decide`                              the units of the next step
 
 Nothing waits for the device until the single transfer. If the loss spikes or is not finite, the step is run again to
-find the cause (`gnmr.lab.train.retry`).
+find the cause (`gnmr.attachment.blame`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.attachment import Router
-from gnmr.attachment.blame import NO_LEVEL, Level, Levels, Verdict
+from gnmr.attachment.blame import NO_LEVEL, Level, Levels, Verdict, explain, find_nonfinite
 from gnmr.attachment.ranks.reduce import DistributedRanks, is_sharded
 from gnmr.attachment.ranks.world import ALONE, World
-from gnmr.attachment.repeat import PassNumbers, Start
+from gnmr.attachment.repeat import PassNumbers, Start, StepRepeater, repeating
 from gnmr.control import Decision, HostPacket
 from gnmr.control.device import to_device
 from gnmr.control.norms import GradientNorms, UnitNorms, gradient_norms
@@ -42,8 +42,8 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import Decoder
 from gnmr.lab.rivals.transforms import StepContext, Transform, tensor_norms
 from gnmr.lab.train.loss import Draws, Experts, divisors, loss_of, objective_of, statistics_of
+from gnmr.lab.train.nonfinite import nonfinite_place
 from gnmr.lab.train.optim import clip_gradients, skip_where
-from gnmr.lab.train.retry import look_again, looks_again, nonfinite_place
 from gnmr.lab.train.wrap import Wrapped
 from gnmr.patterns import select
 
@@ -62,7 +62,7 @@ class StepResult:
     skipped: bool
     """True if the optimizer did not step: the loss or a gradient was not finite, or the transform requested it."""
     nonfinite_unit: str | None
-    """Where the first non-finite number was found, see `gnmr.lab.train.retry`. None in a finite step."""
+    """Where the first non-finite number was found, see `gnmr.lab.train.nonfinite`. None in a finite step."""
     saved_bytes: int | None
     """Saved tensors read from the graph, of the largest micro-batch. None under activation checkpointing and while a
     fork heals."""
@@ -189,8 +189,8 @@ class TrainStep:
         if not self._wrapped.repeatable:
             # Several workers do not search for a cause, so no unit is to blame.
             keep = not math.isfinite(attempt.packet.host["loss"]) and router.spec.nonfinite == "find"
-        elif looks_again(self, attempt, levels):
-            attempt, verdict, keep = look_again(self, attempt, micro_batches, lr, levels, start)
+        elif self._looks_again(attempt, levels):
+            attempt, verdict, keep = self._look_again(attempt, micro_batches, lr, levels, start)
         # The units of the next step
         decision = router.decide(attempt.packet, keep)
         return self._result(attempt, decision, lr, verdict, micro_batches)
@@ -285,6 +285,59 @@ class TrainStep:
             sent=None if sends is None else (sends.sent, sends.sent / sends.dense),
             verdict=verdict,
         )
+
+    def _looks_again(self, attempt: Attempt, levels: tuple[Level, Level]) -> bool:
+        """Return True if the step needs a verdict and its cause can be determined."""
+        converted, host = self.router.converted, attempt.packet.host
+        if converted.shared.high_precision:
+            return False
+        if not math.isfinite(host["loss"]):
+            finds = self.router.spec.nonfinite == "find" and converted.recovery is not None
+            return finds or self.levels is not None
+        spikes = levels[0].spike(float(host["loss"])) or levels[1].spike(float(host["grad_norm"]))
+        return self.levels is not None and spikes
+
+    def _look_again(
+        self,
+        attempt: Attempt,
+        micro_batches: Sequence[Tensor | Batch],
+        lr: float,
+        levels: tuple[Level, Level],
+        start: Start,
+    ) -> tuple[Attempt, Verdict, bool]:
+        """Find the cause of a spike or a non-finite loss.
+
+        A non-finite step is retried with the blamed units on the recovery path. After a spike, the optimizer takes the
+        update that was postponed.
+
+        Returns:
+            (the attempt that counts, the verdict, whether set and locks stay unchanged).
+        """
+        router, number, host = self.router, self.router.t, attempt.packet.host
+        loss, norm = float(host["loss"]), float(host["grad_norm"])
+        repeater = StepRepeater(
+            router.converted,
+            start,
+            lambda: self.mean_loss(micro_batches),
+            lambda: self.seen(micro_batches),
+            self.model.buffers(),
+        )
+        # A loss that is not finite has a place; a spike is explained by comparing paths.
+        with router.unmeasured(), repeating(router.converted, self.model, start.device):
+            if math.isfinite(loss):
+                verdict = explain(repeater, PassNumbers(loss, norm), levels, number)
+            else:
+                verdict = find_nonfinite(repeater, number)
+        # The update of a spike was only postponed, whatever the cause.
+        if math.isfinite(loss):
+            self.make_up(attempt)
+            return attempt, verdict, False
+        if router.spec.nonfinite != "find":
+            return attempt, verdict, False
+        # Take the step again with the blamed units in recovery; else nobody is to blame, and the set stays.
+        if router.retry(verdict.units, start):
+            return self.attempt(micro_batches, lr, levels), verdict, False
+        return attempt, verdict, verdict.cause != "precision"
 
     def make_up(self, attempt: Attempt) -> None:
         """Take the optimizer's step that a spike postponed."""
