@@ -10,10 +10,26 @@ controller.step()          # before clipping and optimizer.step()
     blame, repeat                                why a step spiked
     trainer, lightning, torchtitan, te_debug     the same in other people's loops
     ranks                                        several processes that train one model
+
+The names below are loaded on first use: the commands ask for the processes of torchrun without torch.
 """
 
-from gnmr.attachment.attaching import attach, controller_of, specs_of
-from gnmr.attachment.model_units import units_of
-from gnmr.attachment.router import Router
+from typing import TYPE_CHECKING
+
+from gnmr import loader
 
 __all__ = ["Router", "attach", "controller_of", "specs_of", "units_of"]
+
+if TYPE_CHECKING:
+    from gnmr.attachment.attaching import attach, controller_of, specs_of
+    from gnmr.attachment.model_units import units_of
+    from gnmr.attachment.router import Router
+
+__getattr__ = loader(
+    __name__,
+    {
+        "attaching": ("attach", "controller_of", "specs_of"),
+        "model_units": ("units_of",),
+        "router": ("Router",),
+    },
+)
