@@ -11,24 +11,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from gnmr.attachment.ranks.torchrun import processes_started
 from gnmr.errors import RunFailed, UserError
 
 T = TypeVar("T")
-
-
-def is_torchrun() -> bool:
-    """Return True if torchrun's variables are set."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def processes_started() -> int:
-    """Return the number of processes that were started together; 1 without a launcher."""
-    return int(os.environ["WORLD_SIZE"]) if is_torchrun() else 1
-
-
-def is_first() -> bool:
-    """Return True if this process is the one that prints."""
-    return not is_torchrun() or os.environ["RANK"] == "0"
 
 
 def _grouped() -> bool:

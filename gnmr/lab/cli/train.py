@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
-from gnmr.attachment.ranks.world import is_first, processes_started
+from gnmr.attachment.ranks.torchrun import is_first, processes_started
 from gnmr.console import next_lines, say, shown_command
 from gnmr.errors import RunFailed, UserError, plural
 from gnmr.lab.cli.parser import runs

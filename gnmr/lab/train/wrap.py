@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.ranks.world import World, is_torchrun, processes_started
+from gnmr.attachment.ranks.torchrun import is_torchrun, processes_started
+from gnmr.attachment.ranks.world import World
 from gnmr.errors import UserError
 from gnmr.lab.config import Config
 from gnmr.lab.rivals.greedylore import GreedyLore
