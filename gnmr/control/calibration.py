@@ -53,6 +53,7 @@ class Trigger:
         # "higher" takes one of the risks seen, so that at most the fraction of them exceeds it.
         risks = np.concatenate([np.zeros(0), *self._risks])
         self.value = float(np.quantile(risks, 1 - fraction, method="higher")) if len(risks) else 0.0
+        # With a trigger of 0 every unit with any risk would be over it.
         if not self.value > 0:
             self.value, self._calibrated = self._configured, False
             warn(f"calibrate: no unit had a risk above 0; the trigger is {self.value:g}, as before")
@@ -78,6 +79,7 @@ class Trigger:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if the state's trigger is damaged or unknown."""
         positive(**{"state: trigger": state.get("trigger", 1.0)})
+        # This state was saved during a calibration, so it holds the progress, or this controller has to calibrate anew.
         if state.get("trigger", 1.0) >= NO_TRIGGER:
             if "calibration" in state:
                 Trigger(self._configured)._resume(state["calibration"])

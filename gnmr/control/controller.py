@@ -116,6 +116,7 @@ class Controller:
                 "the paper a quarter of them)"
             )
         self._agreement: Tensor | None = None  # of the current step
+        # Estimated costs are checked later, by `check_budget`.
         if counted and budget is not None:
             _check_budget(units, spec, budget, pinned)
         self._set = ActiveSet(units, spec, budget)
@@ -176,6 +177,7 @@ class Controller:
             raise ValueError(
                 f"calibrate: {self.spec.signal_name} reads no evidence, its option active_frac is what it spends"
             )
+        # A warm-up chooses nothing, so its steps do not count.
         self._trigger.calibrate(fraction, max(self.t, self.spec.warmup_steps) + 1, steps)
 
     @property
@@ -252,7 +254,9 @@ class Controller:
         self.units = [replace(unit, cost=cost) for unit, cost in zip(self.units, costs, strict=True)]
         self.pinned = pinned
         if self.spec.budget is not None:
+            # Costs are shares of recovering everything, and so is the budget; pins spend their part first.
             self._set.budget = Budget.of(self.spec.budget - pinned, costs)
+            # Blind draws are weighed by what each unit takes of the budget.
             if isinstance(self.signal, SignalBase):
                 self.signal.context = replace(self.signal.context, spend=tuple(costs))
 
@@ -284,6 +288,7 @@ class Controller:
         """
         spec, ranks = self.spec, self.ranks
         assert ranks is not None
+        # Ranks that differ in one of these would choose different sets.
         settings = self.t, self.names, spec.max_o, spec.t_lock, self.trigger, spec.warmup_steps
         return self.measured.parts(plain, lambda plain: ranks.agreement(settings, self._set.active, plain))
 
@@ -363,6 +368,7 @@ class Controller:
         indices = {name: i for i, name in enumerate(self.names)}
         wanted = np.zeros(len(self.units), dtype=bool)
         wanted[[indices[name] for name in names]] = True
+        # The step that runs now is t + 1: t steps were observed.
         return self._set.promote(wanted, self.t + 1)
 
     @torch.no_grad()
@@ -405,6 +411,7 @@ class Controller:
             RunFailed: if ranks disagree (`Ranks.check`); nothing is switched.
         """
         self._agreement = None
+        # Before any unit is switched: if ranks differ, all of them stop here.
         if self.ranks is not None and "agreement" in host:
             self.ranks.check(host["agreement"], self.t)
         # Ranked routing has no threshold: every unit with a risk is a candidate.
@@ -425,6 +432,7 @@ class Controller:
         )
         self._set.move(decision)  # if a switch raises, its events come with the next decision
         self._set.events = []
+        # Only units that can be promoted enter the quantile.
         if self.calibrating:
             self._trigger.learn(decision.step, decision.risk, decision.observed & self._set.recoverable)
         return decision
@@ -447,6 +455,7 @@ class Controller:
         """Raise ValueError, in one line, if `state` is not a state or belongs to other units or settings."""
         _check_state(state, self.units, self.spec, self._set.budget)
         self._trigger.check_state(state)
+        # A signal with its own loader checks the state itself, when it is loaded.
         if isinstance(self.signal, SignalBase) and type(self.signal).load_state_dict is SignalBase.load_state_dict:
             self.signal.check_state(state["signal"])
 
@@ -488,6 +497,7 @@ def _budget(units: Sequence[Unit], share: float, whole_cost: float | None, pinne
     costs = [float(unit.cost) for unit in units]
     if invalid := [unit.name for unit, cost in zip(units, costs, strict=True) if not 0 <= cost < np.inf]:
         raise ValueError(f"budget={share:g}: unit {invalid[0]!r} must cost a number of 0 or more")
+    # Costs become shares of `total`, so that they compare with the budget's share.
     total = sum(costs) if whole_cost is None else whole_cost
     if not total > 0:
         raise ValueError(f"budget={share:g}: no unit costs anything")
@@ -537,6 +547,7 @@ def _check_state(state: Any, units: Sequence[Unit], spec: ControlSpec, budget: B
         raise ValueError(f"state: {foreign[0]} is on the recovery path, and has none here")
     if not isinstance(state["signal"], Mapping):
         raise ValueError("state: signal must map names to tensors")
+    # During the warm-up everything is on the recovery path, whatever the cap.
     if state["t"] < spec.warmup_steps:
         return
     if (number := int(active.sum())) > spec.max_o:

@@ -78,9 +78,11 @@ class Decision:
         Candidates are called locked if none exceeds its threshold, because one did in an earlier step.
         """
         names = f": {few(self.by_risk(self.active))}" if self.active.any() else ""
+        # Units without a risk never are the riskiest.
         risks = np.where(self.observed & ~np.isnan(self.risk), self.risk, -np.inf)
         index = int(risks.argmax())
         riskiest = f", riskiest {self.units[index]} (R = {risks[index]:.3g})" if risks[index] > -np.inf else ""
+        # A candidate is over its threshold now, or its lock has not run out.
         over = (self.observed & (self.risk > self.trigger))[self.candidate]
         kind = "candidates" if over.any() or not self.candidate.any() else "locked"
         return (
@@ -125,6 +127,7 @@ class Decision:
             column: name of the column, a key of `columns`.
         """
         threshold, values = self.thresholds[list(self.columns).index(column)], self.columns[column].tolist()
+        # A finite sum means that all values are finite: the usual case takes no operation on arrays.
         if threshold is None or (math.isfinite(sum(values)) and max(values) <= threshold):
             return 0
         return count(self.observed & ~(self.columns[column] <= threshold))  # NaN is not below it
@@ -132,6 +135,7 @@ class Decision:
 
 def count(flags: np.ndarray) -> int:
     """Return how many of the flags (U,) are set."""
+    # For some hundred flags a loop of Python is faster (`device.at_hand`).
     return sum(flags.tolist())
 
 

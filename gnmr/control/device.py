@@ -19,6 +19,7 @@ _SAME_ON_HOST: dict[torch.dtype, Any] = {torch.bool: np.bool_, torch.int64: np.i
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device without waiting; a copy from pageable memory may wait."""
+    # Only a copy from pinned memory is asynchronous; PyTorch keeps that memory until the copy is over.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
@@ -53,6 +54,7 @@ def all_finite(x: Tensor, least: float = -math.inf) -> bool:
     `x` is float64, (U,), and its sum must stay in float64's range. A True saves selections in most steps.
     """
     numbers = at_hand(x) if x.dtype == torch.float64 else None
+    # NaN and Inf carry over to the sum, which is one test for all numbers.
     return numbers is not None and math.isfinite(sum(numbers)) and (least == -math.inf or min(numbers) >= least)
 
 
@@ -83,6 +85,7 @@ class HostPacket:
         """Return copies on the host; bool and int64 keep their dtype, others become float64. Waits once."""
         if self.host:
             return self.host
+        # On a CPU nothing travels; copies keep the numbers of this step when buffers are written again.
         if all(map(waits_for_nothing, self.tensors.values())):
             self.host = {name: _same_or_float64(tensor).numpy().copy() for name, tensor in self.tensors.items()}
             return self.host
@@ -91,6 +94,7 @@ class HostPacket:
         end = 0
         for name, tensor in self.tensors.items():
             begin, end = end, end + tensor.numel()
+            # Back to flags and whole numbers, which float64 holds exactly up to 2^53.
             array = packed[begin:end].astype(_SAME_ON_HOST.get(tensor.dtype, np.float64))
             self.host[name] = array.reshape(tensor.shape)
         return self.host

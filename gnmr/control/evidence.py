@@ -67,6 +67,7 @@ def without_zeros(evidence: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if all_set(norm):
         return evidence
     zeros = observed & (norm == 0)
+    # The norm is 0 already, and weight_std is not of the step's passes.
     return {
         name: values if name in ("norm", "weight_std") else values.masked_fill(zeros, 0)
         for name, values in evidence.items()

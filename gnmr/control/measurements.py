@@ -78,8 +78,10 @@ class Measurements:
         """
         self._units = units
         self.check_ranks(units if self.norms is None or "weight_std" in self._needs else ())
+        # Made on first use: a loop that computes the norms itself has no need of them.
         self._unit_norms: UnitNorms | None = None
         self.micro = MicroNorms(units) if "micro_square" in self._needs else None
+        # GEMMs of one operator are units with the same parameters, and the norm of everything counts these once.
         first = Distinct(unit.parameters for unit in units).first if self.norms is None else range(len(units))
         if isinstance(self.norms, OutputGradients):
             first = self.norms.first
@@ -126,10 +128,12 @@ class Measurements:
         terms: dict[str, Tensor] = {}
         if isinstance(self.norms, OutputGradients):
             square, observed = self.norms.parts()
+            # The step's loss is the sum of share * (loss of a rank), so that squares carry the share twice.
             terms = {"output_square": square * ranks.share**2, "output_observed": observed}
         elif plain is None:
             terms, plain = self.unit_norms().parts()
         if plain is None:
+            # Nothing unsharded was measured that ranks could compare.
             plain = torch.zeros((), dtype=torch.float64, device=self._device)
         if self.micro is not None:
             terms["micro"] = self.micro.parts()
@@ -165,6 +169,7 @@ class Measurements:
         evidence = {"norm": norm.detach() / norms_scale, "observed": observed}  # a new tensor: the loop uses the other
         # A square carries the scale twice.
         if sums is not None and "micro" in sums:
+            # The last number counts the micro-batches of all ranks.
             evidence["micro_square"] = sums["micro"][:-1] / sums["micro"][-1] / passes_scale**2
         elif self.micro is not None:
             evidence["micro_square"] = self.micro.take() / passes_scale**2
@@ -246,7 +251,9 @@ class MicroNorms:
                 earlier = before[i]
                 increment = gradient.float() if earlier is None else gradient.float() - earlier.float()
                 square = square + increment.square().sum(dtype=torch.float64)
+                # The next backward pass adds to this gradient in place.
                 before[i] = gradient.clone()
+            # The gradient is `fraction` times the micro-batch's own.
             squares.append(square if fraction is None else square / fraction**2)
         stacked = torch.stack(squares)
         self._sum = stacked if self._sum is None else self._sum + stacked
@@ -326,5 +333,7 @@ def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
         local = torch.cat([part_of(p.detach(), p, holders).double().flatten() for p in group])
         sums.append(torch.stack([local.sum(), local.square().sum()]))
     numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64, device="cpu")
+    # The number of elements is known without communication: a DTensor tells its global size.
     mean, square = (summed(torch.stack(sums), holders) / to_device(numbers, sums[0].device)[:, None]).unbind(1)
+    # Rounding may make a variance near 0 negative.
     return distinct.of_each((square - mean.square()).clamp(min=0).sqrt())

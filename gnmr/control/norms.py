@@ -51,6 +51,7 @@ def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
     if len(existing) == len(gradients):
         return norms
     present = flags([gradient is not None for gradient in gradients], device)
+    # The norms keep the order of the parameters; those without a gradient stay 0.
     return torch.zeros(len(gradients), dtype=torch.float64, device=device).masked_scatter_(present, norms)
 
 
@@ -70,6 +71,7 @@ class Distinct:
                 self.first.append(len(indices))
             indices.append(index)
         shared = len(index_of) < len(indices)
+        # If no group is shared, `of_each` returns its argument and costs nothing.
         self._indices = torch.tensor(indices, device=self.groups[0][0].device) if shared else None
 
     def of_each(self, values: Tensor) -> Tensor:
@@ -124,6 +126,7 @@ class UnitNorms:
             for group, end in zip(self.groups, ends, strict=True)
         ]
         self._rows = torch.tensor(rows, device=device)
+        # In nearly every step all are observed; this answer needs no upload.
         self._all_observed = torch.ones(len(self.groups), dtype=torch.bool, device=device)
         self._warned = False
         sharded = ranks is not None and any(ranks.is_sharded(p) for p in self._parameters)
@@ -149,6 +152,7 @@ class UnitNorms:
         ranks, gradients = self._ranks, self._gradients()
         assert ranks is not None, "one process has no parts"
         squares = _norms_of(gradients, self._parameters[0].device).square()
+        # Which rank counts a parameter depends on its sharding alone, so it is found out once.
         if self._masks is None:
             counted = flags([ranks.counts(p) for p in self._parameters], squares.device)
             unsharded = flags([not ranks.is_sharded(p) for p in self._parameters], squares.device)

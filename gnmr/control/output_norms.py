@@ -87,6 +87,7 @@ class OutputGradients:
         """
         modules = [watched(model, unit) for unit in units]
         for unit, module in zip(units, modules, strict=True):
+            # A container such as ModuleList is never called, so its hook would never fire.
             if type(module).forward is nn.Module.forward:
                 raise ValueError(
                     f"observe='input_grad': unit {unit!r} is a {type(module).__name__}, which has no output of its "
@@ -97,6 +98,7 @@ class OutputGradients:
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         index_of: dict[nn.Module, int] = {}
         for module in modules:
+            # Units that are GEMMs of one operator share a module, which gets one hook.
             index_of.setdefault(module, len(index_of))
         self.first = [modules.index(module) for module in index_of]
         """Index of the first unit of each norm: the GEMMs of an operator have one in common."""
@@ -120,6 +122,7 @@ class OutputGradients:
 
     def parts(self) -> tuple[Tensor, Tensor]:
         """Return the same with squared norms (U,): this rank's terms of the sum over all batches."""
+        # `reset` zeroes the buffer in place.
         squares = self._squares.clone()
         observed = self._all_observed
         if len(self._reached) < len(squares):
@@ -155,7 +158,9 @@ class OutputGradients:
         if self.enabled:
             dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
             norm = torch.linalg.vector_norm(grad, dtype=dtype).to(self._squares)
+            # Squared and summed in float64: passes add up without losing the small ones.
             self._squares[index].add_(norm.square_())
+            # The host knows this when the hook runs, without waiting for the device.
             self._reached.add(index)
 
 

@@ -108,6 +108,7 @@ def decide(
     order = np.argsort(-key, kind="stable")
     rank[order] = rank.copy()
     active = candidate & (rank < max_o) if budget is None else _filled(candidate, order, max_o, budget)
+    # Lock_b starts anew over the threshold and counts down below it; a unit outside of A_t loses its lock.
     next_lock = np.where(over, t_lock, np.maximum(lock - 1, 0))
     return SetChoice(candidate, active, np.where(active, next_lock, 0), rank)
 
@@ -161,6 +162,7 @@ class ActiveSet:
         self.events: list[Event] = []
         """Events since the last decision."""
         if spec.warmup_steps > 0:
+            # Step 0: in force from the start, before any norm was seen.
             self._switch(self.recoverable, 0, None)
         else:
             for switch in filter(None, self._switches):
@@ -179,9 +181,11 @@ class ActiveSet:
             keep: leave set and locks unchanged, if possible.
         """
         spec = self._spec
+        # The warm-up ends with the decision of its last step.
         if step < spec.warmup_steps:
             return SetChoice(np.zeros_like(observed), self.recoverable, self.lock, np.arange(len(risk)))
         choice = self._decide(risk, observed, trigger)
+        # Between two choices the set in force is held.
         if (step - max(spec.warmup_steps, 1)) % spec.hold:
             choice = self._held(choice, risk, observed)
         if self._stays(risk, observed, keep):
@@ -197,6 +201,7 @@ class ActiveSet:
         try:
             self._switch(decision.active, decision.step, decision)
         finally:
+            # If a switch failed, units that were not reached must have no lock.
             self.lock = decision.lock * self.active
 
     def promote(self, wanted: np.ndarray, step: int) -> bool:
@@ -220,9 +225,11 @@ class ActiveSet:
         try:
             for switch, on, was_on in zip(self._switches, active, self.active, strict=True):
                 if switch is not None:
+                    # Noted before the call: a switch may fail halfway.
                     switched.append((switch, bool(was_on)))
                     switch(bool(on))
         except BaseException:
+            # Undo what can be undone; the first error is the one to report.
             for switch, was_on in switched:
                 with suppress(Exception):
                     switch(was_on)
@@ -297,6 +304,7 @@ class ActiveSet:
             for (name, values), threshold in zip(decision.columns.items(), decision.thresholds, strict=True)
             if threshold is not None
         }
+        # R is the maximum of these ratios, so the largest one is the cause.
         highest = max(ratios, key=lambda name: ratios[name], default="risk")
         over = ratios and ratios[highest] > 1
         return "rank" if self._spec.ranked and not over else highest

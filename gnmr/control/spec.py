@@ -114,6 +114,7 @@ class ControlSpec(Rules):
         one_of(("thresholded", "ranked"), routing=self.routing)
         one_of(("recovery", "16bit"), warmup_path=self.warmup_path)
         one_of(("find", "keep"), nonfinite=self.nonfinite)
+        # The dataclass is frozen, and "10%" becomes 0.1 once and for all.
         object.__setattr__(self, "budget", share_of(self.budget))
         if self.budget is not None:
             share(budget=self.budget)
@@ -127,6 +128,7 @@ class ControlSpec(Rules):
                 raise ValueError(f"cost={self.cost!r}: must be gemm, bytes or a table {{unit: cost}}")
             return
         for unit, cost in self.cost.items():
+            # To Python, True is a whole number.
             number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
             if not (number and 0 <= cost < math.inf):
                 raise ValueError(f"cost of {unit}: {cost!r}: must be a number of 0 or more")
@@ -150,10 +152,12 @@ class ControlSpec(Rules):
     def unread(self) -> list[str]:
         """Return the thresholds that were set although the signal does not read them."""
         default, read = ControlSpec(), self._thresholds_read()
+        # Only a value other than the default shows that somebody set it.
         changed = [name for name in _THRESHOLDS if getattr(self, name) != getattr(default, name)]
         return [name for name in changed if name not in read]
 
     def _thresholds_read(self) -> list[str]:
+        # Imported here, because signals need torch and a spec must not.
         from gnmr.control.signals import SIGNALS, GnmrSignal
 
         cls = SIGNALS.get(self.signal) if isinstance(self.signal, str) else self.signal

@@ -46,6 +46,7 @@ class Slice:
 
     def of(self, x: Tensor) -> Tensor:
         """Return this slice of `x`, a tensor of the parameter's shape."""
+        # A plain tensor has all slices. A DTensor of sums that are not reduced yet is returned as it is.
         if not hasattr(x, "placements") or any(how.is_partial() for how in x.placements):
             return x if hasattr(x, "placements") else x[self.index]
         # No public function of torch tells where a shard begins; DTensor's own code for it may move.
@@ -53,11 +54,13 @@ class Slice:
 
         sizes, offsets = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)  # type: ignore[attr-defined]
         local: Tensor = x.to_local()  # type: ignore[attr-defined]
+        # Outside of this rank's shard the slice belongs to another rank, and is empty here.
         at = self.index - offsets[0]
         return local[at] if 0 <= at < sizes[0] else local.flatten()[:0]
 
     def __getattr__(self, name: str) -> Any:
         """Return the parameter's attribute, such as dtype, device, requires_grad, sharding or hooks."""
+        # Without this, copying an object that has no attributes yet would recurse forever.
         if name.startswith("__") or name in ("parameter", "index"):
             raise AttributeError(name)
         return getattr(self.parameter, name)
@@ -99,6 +102,7 @@ class Unit:
             parameters = parameters.parameters()
         elif not isinstance(parameters, Iterable) or isinstance(parameters, nn.Parameter):
             parameters = (parameters,)
+        # A tied parameter counts once in the norm.
         parameters = tuple({identity(parameter): parameter for parameter in parameters}.values())
         for parameter in parameters:
             if not isinstance(parameter, nn.Parameter | Slice):

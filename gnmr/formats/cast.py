@@ -192,6 +192,7 @@ def _limit(scale: Tensor, largest: Tensor, cast: Cast, unscaled: bool) -> Tensor
         return None
     if unscaled and not rule.rounds_down:  # scales that are rounded up saturate at the limits of the dtype alone
         return None
+    # Elements of a group saturate above scale * format.max, which depends on the group.
     limit = scale * (cast.format.max * BEYOND)
     if rule.two_levels:
         # A group below the smallest scale becomes 0, which is not saturation.
@@ -290,10 +291,12 @@ def _power_of_two_scale(largest: Tensor, cast: Cast, dtype: torch.dtype, finite:
     that scale * format.max stays in the range of `dtype`. At that limit the largest elements saturate instead of
     becoming Inf.
     """
+    # format.max = fraction * 2^exponent with 1/2 <= fraction < 1, so floor(log2 format.max) is exponent - 1.
     fraction, exponent = math.frexp(cast.format.max)
     # A mantissa beyond that of format.max carries into the exponent, so that the scale is rounded up.
     carry = 0 if cast.granularity.rounds_down else int((1 - fraction) * 2**24) - 1
     bits = (largest.view(torch.int32) + carry).bitwise_and_(0x7F800000).sub_((exponent - 1) << 23)
+    # The largest scale is 2^top: times format.max, which is below 2^exponent, it stays in the range of the dtype.
     top = min(128, math.frexp(torch.finfo(dtype).max)[1]) - exponent
     scale = bits.clamp_(1 << 23, (top + 127) << 23).view(torch.float32)
     return scale if finite is not None else scale.add_(nan_unless_finite(largest))
@@ -312,6 +315,7 @@ def _two_level_scale(
     The E4M3 numbers may be zero or subnormal.
     """
     fmt, bad = cast.format, nan_unless_finite(largest) if finite is None else None
+    # A group with a NaN or an Inf must not decide the scale of the others.
     sound = largest if bad is None else torch.where(bad == 0, largest, 0)
     if cast.granularity.per_line and contraction_dim is not None:
         of_tensor = sound.amax(2 if contraction_dim else 0, keepdim=True)
@@ -319,6 +323,7 @@ def _two_level_scale(
         of_tensor = sound.amax() if finite is None else finite
         of_tensor = of_tensor if reference is None else reference(of_tensor)
     top = _TOP_OF_FOUR_OVER_SIX if cast.granularity.four_over_six else _E4M3.max
+    # encode = top * format.max / max|tensor|; the limit keeps it finite for a tensor of zeros.
     encode = torch.full_like(of_tensor, top * fmt.max).div_(of_tensor).clamp_(max=1 / TINY)
     # The order of operations is Transformer Engine's: the group's own magnitude is rounded twice, and once.
     if cast.granularity.four_over_six:
@@ -345,7 +350,9 @@ def _four_or_six(
         x, errors = piece.float(), []
         for numbers in choices:
             values = fmt.round((x * _inverse(numbers * encode.reciprocal())).clamp_(-fmt.max, fmt.max))
+            # |value * number / encode - x| with encode = 256 * 6 / max|tensor|
             error = values.mul_(numbers).mul_(of_tensor).div_(over).sub_(x).abs_()
+            # Groups that are columns: the elements to sum move to the last dimension.
             if error.shape[3] == 1:
                 error = error.transpose(1, 3)
             total = reduce(torch.add, error.unbind(3))
@@ -400,6 +407,7 @@ def random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
     """
     draws = torch.empty(-(-like.numel() // 8), dtype=torch.int64, device=like.device)
     if not like.is_meta:
+        # With these bounds PyTorch draws from all 64-bit integers.
         draws.random_(-(2**63), None, generator=generator)
     return draws.view(torch.int8)[: like.numel()].view(like.shape)
 

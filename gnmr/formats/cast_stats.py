@@ -73,6 +73,7 @@ class AmaxHistory:
         The values that were written in this step already had this factor.
         """
         if self.history is not None and times != self.times:
+            # They were divided by the former factor when they were written.
             self.history[:, _GRADIENT, 0] *= self.times / times
         self.times = times
 
@@ -83,6 +84,7 @@ class AmaxHistory:
             if self.history is not None:
                 self.history = self.history.roll(1, dims=2)  # a new tensor: `ConvertedModel.mark` keeps the old one
                 self.history[:, :, 0] = 0
+                # After a replacement only the step that has just ended is remembered.
                 self.history[:, :, 2:].masked_fill_(self.replaced, 0)
                 self.replaced = torch.zeros_like(self.replaced)
         self._written = False
@@ -123,14 +125,17 @@ class AmaxHistory:
         # Column 0 is this step, which must not see itself.
         before = history[operator, operand, 1 : 1 + steps].amax()
         if operand == _GRADIENT:
+            # The history holds magnitudes as in one process; the tensor to cast is this process's.
             before = before * self.times
         # A weight that jumps was replaced: from then on, every scale comes from the tensors themselves.
         if operand == _WEIGHT:
             grown = (before > 0) & (now > _REPLACED * before)
+            # A maximum of some steps ago may lie far above, so only the last step shows that a weight shrank.
             shrunk = now * _REPLACED < history[operator, operand, 1]
             replaced = replaced | (grown | shrunk).any()
             if begun is not None and begun.counts:
                 self.replaced = self.replaced | replaced
+        # A delayed scale must not hide that the tensor is not finite.
         return torch.where(now.isfinite(), torch.where((before > 0) & ~replaced, before, now), torch.nan)
 
     def add(self, counts: Tensor) -> None:

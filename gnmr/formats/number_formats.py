@@ -72,6 +72,7 @@ class IntFormat(Format):
         if noise is None:
             scaled.round_()
         else:
+            # With u uniform in [0, 1) the expectation of floor(x + u) is x.
             scaled.add_(noise).floor_().clamp_(-self.max, self.max)
         # Convert through int8, modulo 256: CPUs convert float32 to int8 five times faster than to uint8.
         return scaled.to(torch.int8).view(torch.uint8).add_(int(self.max) + 1)
@@ -80,6 +81,7 @@ class IntFormat(Format):
         return codes.sub(int(self.max) + 1).view(torch.int8).to(dtype)
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        # This noise is symmetric around 0, so rounding to nearest takes the place of the floor.
         return (scaled if noise is None else scaled.add_(noise, alpha=2.0**-8)).round_()
 
     def step(self, scaled: Tensor) -> Tensor:
@@ -132,7 +134,9 @@ class FloatFormat(Format):
         for code in range(2 ** (self.bits - 1)):
             exponent, mantissa = code >> self.mantissa_bits, code & (2**self.mantissa_bits - 1)
             fraction = mantissa / 2**self.mantissa_bits
+            # Exponent 0 is subnormal: no leading 1, and the exponent of the smallest normal value.
             value = fraction * 2.0 ** (1 - bias) if exponent == 0 else (1 + fraction) * 2.0 ** (exponent - bias)
+            # The codes from here on are Inf or NaN.
             if value > self.max:
                 break
             values.append(value)
@@ -141,6 +145,7 @@ class FloatFormat(Format):
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
         if noise is None and self.native is not None:
             return scaled.clamp_(-self.max, self.max).to(self.native).view(torch.uint8)
+        # The sign bit of the float32 number becomes the highest bit of the code.
         sign = (scaled.view(torch.int32) >> 31).to(torch.uint8).bitwise_and_(1 << (self.bits - 1))
         magnitude = scaled.abs_()
         index = self._nearest(magnitude) if noise is None else self._stochastic(magnitude, noise)
@@ -155,11 +160,13 @@ class FloatFormat(Format):
         runs in place and in integers, because new memory, comparisons and selections are slow on CPUs.
         """
         dropped = 23 - self.mantissa_bits
+        # 2^(1 - bias) in the bits of float32, whose own bias is 127
         smallest_normal = (128 - self.bias) << 23
         power = magnitude.clamp_(max=self.max).view(torch.int32) & 0x7F800000
         power.clamp_(min=smallest_normal)
         steps = magnitude.add_(power.view(torch.float32), alpha=2**dropped).view(torch.int32).sub_(power)
         behind = power.bitwise_right_shift_(dropped)
+        # Taken off: the exponent of M above that of p, and that of the smallest normal number, where doublings begin.
         return steps.add_(behind).sub_((dropped << 23) + (smallest_normal >> dropped))
 
     def _stochastic(self, magnitude: Tensor, noise: Tensor) -> Tensor:
@@ -168,6 +175,7 @@ class FloatFormat(Format):
         below = (torch.bucketize(magnitude, grid, right=True, out_int32=True) - 1).clamp_(max=len(grid) - 1)
         above = (below + 1).clamp_(max=len(grid) - 1)
         low, high = grid[below], grid[above]
+        # Up with probability (x - low) / (high - low); at the last value both are equal, and `below` stays.
         return torch.where(noise * (high - low) < magnitude - low, above, below)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -179,6 +187,7 @@ class FloatFormat(Format):
         # so signs need no special treatment.
         power, shift = self._power(scaled, scratch), 1.5 * 2 ** (23 - self.mantissa_bits)
         if noise is not None:
+            # The noise is in 256ths of a step, and the step is p * 2^-m.
             scaled.addcmul_(power, noise, value=2.0 ** -(self.mantissa_bits + 8))
         return scaled.add_(power, alpha=shift).sub_(power, alpha=shift)
 
@@ -213,6 +222,7 @@ class FloatFormat(Format):
         if key not in self._tables:
             table = self.magnitudes()
             if name == "values" and self.native is not None:
+                # PyTorch's own type decodes every code, Inf and NaN included.
                 table = torch.arange(256, device="cpu").to(torch.uint8).view(self.native).float()
             elif name == "values":
                 table = torch.cat([table, -table])

@@ -191,6 +191,7 @@ class Cast:
         Examples are `e4m3/tile`, `e5m2/delayed/1024` with its history, `int8/row/codes` and
         `e2m1/nv/hadamard/stochastic`.
         """
+        # A word without a scale gets an empty one, which is valid for `bf16` alone.
         name, scale, *more = (*word.split("/"), "")[: max(2, word.count("/") + 1)]
         fmt = get_format(name)
         if isinstance(fmt, KeepFormat) and not scale:
@@ -237,6 +238,7 @@ class Cast:
         if rule.square is not None:
             return rule.square, rule.square
         if rule.length is not None:
+            # Groups lie along the contracted dimension, so that partial sums of a GEMM have one scale per operand.
             return (rule.length, 1) if contraction_dim == 0 else (1, rule.length)
         return (1 if rule.per_row else None), None
 
@@ -290,6 +292,7 @@ class Recipe:
         """
         if not name.replace("-", "_").isidentifier():
             raise ValueError(f"recipe {name!r}: a name is letters, digits, - and _, and begins with no digit")
+        # Paths are chosen by name, so a recipe must not shadow a format or another recipe.
         if name in RECIPES or name in FORMATS:
             raise ValueError(
                 f"recipe {name}: is a {'format' if name in FORMATS else 'recipe'} already; name it otherwise"
@@ -316,14 +319,17 @@ class Recipe:
             gemm: Gemm = getattr(self, name)
             if foreign := [o for o in ("input", "weight", "grad_output") if o not in operands and getattr(gemm, o)]:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
+            # A result is not contracted yet and has no history, so most granularities mean nothing for it.
             if gemm.result is not None and gemm.result.scale not in ("tensor", "row"):
                 raise ValueError(f"recipe {self.name}: {name}'s result cannot be {gemm.result}; use tensor or row")
             # A rotation cancels only if both operands have it.
             rotated = [cast is not None and cast.hadamard for cast in (getattr(gemm, o) for o in operands)]
             if len(set(rotated)) > 1 or (gemm.result is not None and gemm.result.hadamard):
                 raise ValueError(f"recipe {self.name}: {name}: hadamard is for both of {' and '.join(operands)}")
+            # A recomputed forward pass has to give the same output, so fprop draws nothing.
             if any(cast.stochastic and (name == "fprop" or cast is gemm.result) for cast in gemm.casts):
                 raise ValueError(f"recipe {self.name}: {name}: stochastic is for operands of dgrad and wgrad")
+            # Sums of codes can be scaled afterwards only in fprop; other GEMMs contract over rows that differ in scale.
             codes = [cast.codes for cast in gemm.casts]
             if any(codes) and (name != "fprop" or codes != [True, True] or gemm.result is not None):
                 raise ValueError(f"recipe {self.name}: codes are for both operands of fprop, whose result is kept")
@@ -365,6 +371,7 @@ class Recipe:
         of: dict[str, list[str]] = {}
         for gemm, recipe in taken.items():
             of.setdefault(recipe.name, []).append(gemm)
+        # Three GEMMs of one recipe are that recipe, under its own name.
         if not taken or (len(taken) == len(GEMMS) and len(of) == 1):
             return taken.get("fprop", self)
         name = " and ".join(f"{recipe} in {', '.join(gemms)}" for recipe, gemms in of.items())
@@ -384,6 +391,7 @@ class Recipe:
                 cast: Cast | None = getattr(getattr(self, gemm), operand)
                 if cast is None:
                     continue
+                # wgrad contracts the tokens (None), whose number these divisors do not limit.
                 along = dims[operand].index(contracted[gemm])
                 lengths = (
                     [1, 1] if TILE in cast.group(along) else list(cast.group(along))

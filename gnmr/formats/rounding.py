@@ -38,12 +38,14 @@ class Rounding:
     def begin_step(self, step: int) -> None:
         """Start `step` with its first micro-batch; passes that began in the step before may still draw."""
         self.step = step
+        # Older counts cannot be read again and would only grow.
         self._passes = {key: count for key, count in self._passes.items() if key[0] == step - 1}
 
     @contextmanager
     def micro_batch(self, number: int, evaluation: bool = False) -> Iterator[None]:
         """Assign the passes inside to micro-batch `number`, or to an `evaluation` after it; outside it is counted."""
         before = self.mark()
+        # Counting starts anew, so that the noise depends on the number of the micro-batch and not on what ran before.
         self._micro_batch, self._passes = (number, int(evaluation)), {}
         try:
             yield
@@ -74,6 +76,7 @@ class Rounding:
     def back_to(self, mark: Mark) -> None:
         """Return to `mark`, so that the same numbers are drawn again."""
         self.step, self._micro_batch, passes = mark
+        # A copy, because one mark may be used several times.
         self._passes = dict(passes)
 
     def state(self) -> Tensor:
@@ -86,5 +89,6 @@ class Rounding:
         if not isinstance(state, Tensor) or state.shape != (2,) or state.dtype != torch.int64:
             raise ValueError("the state of stochastic rounding must be (seed, step), two whole numbers")
         seed, step = state.tolist()
+        # Undo the wrap-around of `state`.
         self.seed = seed % 2**64
         self.begin_step(step)

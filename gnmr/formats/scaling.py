@@ -168,6 +168,7 @@ def count_nonfinite(x: Tensor, largest: Tensor | None = None) -> Tensor | None:
     if largest is not None and largest_if_finite(largest) is not None:
         return None
     bad = nan_unless_finite(x)
+    # Only NaN differs from itself.
     return (bad != bad).sum()
 
 

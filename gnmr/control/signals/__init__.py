@@ -64,6 +64,7 @@ def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[
                 f"signal {name!r} is not known: use one of {', '.join(SIGNALS)}, or package.module:Class"
                 f"{did_you_mean(name, SIGNALS)}"
             )
+    # A class or a function is called with the context; an object that observes is a signal already.
     built: Any = cls
     if isinstance(cls, type) or (callable(cls) and not hasattr(cls, "observe")):
         parameters = signature(cls).parameters if options else {}
@@ -80,6 +81,7 @@ def build_signal(signal: str | Signal | Callable[..., Signal], options: Mapping[
         raise ValueError(f"options {', '.join(options)}: {name} is made already; give the class, or its name")
     if absent := [attribute for attribute in _ATTRIBUTES if not hasattr(built, attribute)]:
         raise ValueError(f"signal {name}: is not a signal: {type(built).__name__} has no {', '.join(absent)}")
+    # A signal made elsewhere may hold a history of other units.
     names = getattr(getattr(built, "context", None), "names", context.names)
     if len(names) != len(context.names):
         raise ValueError(f"signal {name}: was made for {len(names)} units, these are {len(context.names)}")

@@ -104,6 +104,7 @@ class Random(BlindSignal):
         self.active_frac, self._units_a_step = active_frac, self.rate * most * len(context.names)
 
     def observe(self, evidence: Evidence, step: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        # Seeded by the step: a resumed run draws the same, and there is no state to save.
         uniform = np.random.default_rng((self.context.seed, step)).random(self.num_units).clip(min=2.0**-53)
         # The fractional rest of a stream goes to later steps, so that the sum over the run is the budget.
         turn, rate = self.turn(step), self._units_a_step
@@ -157,6 +158,7 @@ class StaticK(BlindSignal):
         if context.steps is not None:
             if calibration_steps >= context.steps:
                 raise ValueError(f"calibration_steps={calibration_steps}: the run has only {context.steps} steps")
+            # Nothing is over its threshold before the choice, which comes in the last step of the calibration.
             after = (context.steps - calibration_steps + 1) / context.steps
         super().__init__(context, active_frac, self.k / num_units * after, f"k={self.k} of {num_units} units")
         self.history = Cumulative(num_units, context.device)

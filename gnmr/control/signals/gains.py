@@ -189,6 +189,7 @@ class PinExcess(LevelSignal):
         if self.reads(step):
             measured = evidence[self.evidence]
             entered = seen(evidence) & measured.isfinite()
+            # The first value of a unit has no level to be compared with.
             comparable = entered & (self.history.count > 0)
             level = self.history.mean.exp()
             # A transient begins above `up` times the level and ends below `down` times; then it is a pin.
@@ -203,6 +204,7 @@ class PinExcess(LevelSignal):
             if self._chooses(step):
                 self.pin = torch.where(self.history.count > 0, self.history.mean.exp(), 0.0)
             passing = torch.where(self.on, self.value, 0.0)
+            # A value that is not finite shows in its own step only.
             passing = torch.where(measured.isfinite() | ~evidence["observed"], passing, measured)
         return self.verdict(evidence, step, self.pin, passing)
 

@@ -71,6 +71,7 @@ class StatefulParts:
             if isinstance(value, StatefulParts):
                 value.load_state_dict(_state_of(name, state))
             else:
+                # A copy, because the state may be loaded into several objects.
                 setattr(self, name, state[name].to(device=value.device, dtype=value.dtype).clone())
 
 

@@ -128,6 +128,7 @@ class SignalBase(StatefulParts):
         norm = evidence["norm"]
         finite_norms = all_finite(norm)
         if not finite_norms:
+            # A norm that is not finite shows in every column, whatever the column made of it.
             columns = tuple(torch.where(norm.isfinite(), column, norm) for column in columns)
         # R = max of column / threshold over the columns that have one
         pairs = zip(columns, self.thresholds(step), strict=True)
@@ -168,6 +169,7 @@ def ratio(value: Tensor, level: Tensor, has_level: Tensor, eps: float) -> Tensor
         # A ratio of finite numbers may leave float64's range, and Inf is reserved for non-finite values.
         quotient = quotient.clamp(max=LARGEST)
     if not all_set(has_level):
+        # A unit without a past is at its own level.
         quotient = torch.where(has_level, quotient, 1.0)
     return quotient if all_finite(value) else torch.where(value.isfinite(), quotient, value)
 
@@ -175,4 +177,5 @@ def ratio(value: Tensor, level: Tensor, has_level: Tensor, eps: float) -> Tensor
 def seen(evidence: Evidence) -> Tensor:
     """Return which units' evidence of this step may enter a history, (U,) bool."""
     norm, observed = evidence["norm"], evidence["observed"]
+    # One non-finite number would stay in a mean forever.
     return observed if all_finite(norm) else observed & norm.isfinite()
