@@ -56,6 +56,7 @@ def specs_of(
                 raise ValueError(f"{name}: is a field of {word}, which is given too; set it there")
     if paths is None:
         options_of_paths = {name: value for name, value in named.items() if name in path_fields}
+        # A recipe that is an object instead of a name goes through `PathSpec.of`, which takes both paths.
         if any(isinstance(options_of_paths.get(path), Recipe) for path in ("low", "recovery")):
             default = PathSpec()
             paths = PathSpec.of(**{"low": default.low, "recovery": default.recovery} | options_of_paths)
@@ -121,6 +122,7 @@ def attach(
     whole_number(0, seed=seed)
     if share is not None:
         check_share(share=share)
+    # Whatever can be refused without changing the model is refused first.
     _check_request(model, paths, control)
     if unread := control.unread():
         warn(f"{', '.join(unread)}: has no effect, the signal {control.signal_name} does not read it")
@@ -140,9 +142,11 @@ def attach(
         converted.store(paths.weights)  # late: it cannot be undone to the bit
         router.follow()  # otherwise the units would hold the 16-bit weights
         if folder is not None:
+            # One process writes, and the others have to know that it does.
             router.recorded_elsewhere = rank() != 0
             router.recording = _recording(folder, router, paths, seed) if rank() == 0 else None
         router.watch_use()
+        # Costs are shares of what the model really runs, which the first step shows.
         router.count_first()
     except BaseException:
         converted.restore()
@@ -188,6 +192,7 @@ def controller_of(
             ranks=ranks,
         )
     except BaseException:
+        # The hooks would outlive a controller that was never made.
         if norms is not None:
             norms.close()
         raise
@@ -203,6 +208,7 @@ def _planned(
     if conflicting:
         raise ValueError(f"{conflicting[0]}: the plan says which paths; leave one of them out")
     paths, control = specs_of(None, control, {**named, **pins.paths()})
+    # The plan knows a threshold for its prices; one that the user gives comes first.
     if threshold := pins.threshold(control.signal, control.options):
         control = replace(control, options={**control.options, **threshold})
     return paths, control
@@ -248,6 +254,7 @@ def _check_trained(converted: ConvertedModel, units: Sequence[Unit], control: Co
             "frozen; use a recipe (low='llm_int8', recovery='bf16') or site='forward'"
         )
     frozen = [unit.name for unit in units if not any(p.requires_grad for p in unit.parameters)]
+    # A unit without a gradient is never observed, so it would never be promoted.
     if frozen and control.observe == "parameters":
         warn(
             f"{len(frozen)} of {len(units)} units have no trainable parameter, so no gradient norm to watch "

@@ -90,6 +90,7 @@ class Level(NamedTuple):
         if better is None:
             if not math.isfinite(now):
                 return False
+            # A spike to infinity is gone once the value is finite.
             return not math.isfinite(before) or now - self.mean < (before - self.mean) / 2
         by_itself = max(self.limit - better, (self.limit - self.mean) / 2)  # a hard batch is near the limit already
         half = (before - better) / 2 if math.isfinite(before) else math.inf
@@ -120,6 +121,7 @@ class Levels:
 
     def add(self, loss: float, norm: float) -> None:
         """Add a step, unless it is not finite."""
+        # One infinite value would make all later means and spreads useless.
         if math.isfinite(loss) and math.isfinite(norm):
             self.seen.append((loss, norm))
             while len(self.seen) > self.window:
@@ -160,6 +162,7 @@ def find_nonfinite(repeater: StepRepeater, step: int) -> Verdict:
         new_units = [unit for unit in of_culprits if unit not in recovered]
         if not new_units or not repeater.affords(FORWARD):
             break
+        # Their NaN hid what comes after them, so look again with these units recovered.
         recovered += new_units
 
     # No operator's own output is to blame: sums of finite outputs overflow later.
@@ -177,6 +180,7 @@ def _first_nonfinite(repeater: StepRepeater, recover: Sequence[int]) -> tuple[fl
 
     def watch(operator: PathLinear, input: Tensor, output: Tensor) -> None:
         operators.append(operator)
+        # The flags stay on the device and are read once, after the pass.
         flags.append(input.isfinite().all() & ~output.isfinite().all())
 
     with repeater.watching(watch):
@@ -204,6 +208,7 @@ def needed(
     """
     required: list[int] = []
     candidates = list(order)
+    # Known without a pass: recovery of everything suffices, of nothing it does not.
     answers = {frozenset(order): True, frozenset[int](): False}
 
     def suffices(units: list[int]) -> bool | None:
@@ -325,6 +330,7 @@ def _narrowed(
 
     def error(i: int) -> float:
         unit = repeater.converted.units[i]
+        # Errors were measured in forward passes, so that GEMMs of the backward pass have none.
         return max(errors.get(o, 0.0) for o in unit.operators) if unit.gemm in (None, "fprop") else 0.0
 
     order = sorted(units, key=lambda i: -error(i))
@@ -420,6 +426,7 @@ def explain_step(
         total: Tensor | None = None
         for part_loss in _losses(loss_of_batch(), backward):
             if backward:
+                # Gradients outside of the attached model must not change either.
                 inside = {id(p) for p in parameters}
                 with _unchanged(leaf for leaf in _leaves(part_loss) if id(leaf) not in inside):
                     part_loss.backward()
@@ -438,6 +445,7 @@ def explain_step(
             parameter.grad = None
         return numbers
 
+    # Repetitions begin without gradients; the step's own come back at the end.
     repeater = StepRepeater(converted, start, lambda: run(False), both, model.buffers())
     for parameter in parameters:
         parameter.grad = None
@@ -462,6 +470,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         if node is None or node in visited:
             continue
         visited.add(node)
+        # The node that accumulates a gradient holds the leaf that gets it.
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
         ahead += [next_node for next_node, _ in node.next_functions]
@@ -502,6 +511,7 @@ def _levels(seen: PassNumbers, usual: tuple[float, float] | None) -> tuple[Level
     if len(usual) != 2 or not math.isfinite(usual[0]) or not usual[1] > 0:
         raise ValueError(f"usual={usual!r}: must be two numbers, loss and gradient norm of ordinary steps")
     loss, norm = (Level(value, value + abs(value) / 5) for value in usual)
+    # The user asks for the cause of this step, so its loss counts as a spike.
     if not loss.spike(seen.loss) and not norm.spike(seen.norm):
         loss = Level(loss.mean, loss.mean)
     return loss, norm

@@ -74,6 +74,7 @@ def resuming(source: object) -> Iterator[None]:
     except UserError:  # raised by the records
         raise
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, UnpicklingError) as error:
+        # A damaged file and a foreign one raise many things; the first line says enough.
         reason = str(error).strip().partition("\n")[0]
         raise UserError(
             f"{source} cannot be resumed here ({reason}): use the model and paths it was saved with"

@@ -74,6 +74,7 @@ class LoopHints:
         self.release()
         trained = [[p for p in unit.parameters if p.requires_grad] for unit in units]
         self._first = {unit.name: parameters[0] for unit, parameters in zip(units, trained, strict=True) if parameters}
+        # An expert without tokens has no gradient, and that is no mistake.
         self._expected = np.array(
             [bool(parameters) and "expert" not in unit.name for unit, parameters in zip(units, trained, strict=True)],
             dtype=bool,
@@ -84,6 +85,7 @@ class LoopHints:
         """Set the hooks for the next backward pass; if no unit is trained, on the first trained other parameter."""
         self.release()
         self._first = self._first or dict([(name, p) for name, p in other_parameters if p.requires_grad][:1])
+        # A loop that calls `step` wrongly does so from the beginning; later steps need no hooks.
         if self._num_hooked_steps > _HOOKED_STEPS:
             return
         self._num_hooked_steps += 1
@@ -135,6 +137,7 @@ class LoopHints:
             "clipped": self._clipped(decision),
             "idle": self._idle(decision),
         }
+        # Only now: the checks above compare this step with the ones before.
         self._observed_before |= decision.observed
         self.watch()
         for kind, text in texts.items():
@@ -143,11 +146,13 @@ class LoopHints:
                 warn(text)
 
     def _zeros(self, decision: Decision) -> str:
+        # Without any gradient it is `UnitNorms` that warns.
         if decision.observed.any() or self._observed_before.any() or all(p.grad is None for p in self._first.values()):
             return ""
         return "every gradient norm is 0 in this step: call step() before zero_grad()"
 
     def _left_over(self, norms: np.ndarray) -> str:
+        # The same selection and order as in `add_norms`.
         names = [name for name in self._left_norms if name not in self._handles]
         for name, norm in zip(names, norms, strict=True):
             if norm > 0:
@@ -176,6 +181,7 @@ class LoopHints:
         totals, norms = np.concatenate(self._totals), np.stack(self._unit_norms)
         if not (np.isfinite(totals).all() and np.isfinite(norms).all()) or totals.max() == 0:
             return ""
+        # Equal totals show clipping only if the units' own norms differ between steps.
         moved = (norms.max(axis=0) - norms.min(axis=0)).max() > _DIFFERENT_NORMS * norms.max()
         if np.ptp(totals) > _EQUAL_TOTALS * totals.max() or not moved:
             return ""
@@ -214,6 +220,7 @@ class LoopHints:
         """
         self.watch(model.named_parameters())
         self._model = ReferenceType(model)
+        # It runs when the model is freed or the process ends, and does not keep the model alive.
         self._end = weakref.finalize(model, self._warn_at_end, low)
 
     def end_use(self) -> None:

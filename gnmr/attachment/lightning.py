@@ -135,6 +135,7 @@ class GnmrLightningCallback(Callback):
         still_scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.decision = self.controller.step(grad_scale=scale if still_scaled else 1.0, loss_scale=scale)
         self._tally.add(self.decision, self.controller.spec.max_o)
+        # The Trainer counts this step only after the optimizer's.
         if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._tally.figures(len(self.controller.units)), on_step=True, on_epoch=False)
             self._tally = Tally()

@@ -32,6 +32,7 @@ def costs_of(converted: ConvertedModel, control: ControlSpec) -> tuple[list[floa
     if isinstance(cost, str):
         return converted.cost.of_units(cost)
     names = [unit.name for unit in converted.units]
+    # A table names every unit and nothing else: one that is forgotten would be free.
     for name in sorted(set(names) ^ cost.keys(), key=str):
         raise ValueError(f"cost: {name!r} is {'missing' if name in names else 'no unit'}; units are {names[0]} ...")
     if not (total := sum(cost.values())):
@@ -48,6 +49,7 @@ def parameters_of(operator: PathLinear) -> list[nn.Parameter | Slice]:
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     if operator.expert is None:
         return [*parameters]
+    # One tensor holds the weights of all experts, of which this operator is one.
     return [Slice(parameter, operator.expert) for parameter in parameters]
 
 
@@ -81,6 +83,7 @@ def units_of(
     previous = {unit.name: unit.parameters for unit in before}
 
     def extra_bytes(unit: PathUnit) -> float:
+        # Eq. 5: elements of the saved input, times the bits that recovery adds to each
         bits = sum(
             o.in_features * max(0, nominal_bits(unit.path_of(o)) - nominal_bits(o.low))
             for o in unit.operators
@@ -131,6 +134,7 @@ class ModelLinks:
         for module in self._modules:
             parent = self._model
             for name in filter(None, names[module].split(".")):
+                # By parent and name, so that ancestors of several operators are checked once.
                 links[id(parent), name] = parent._modules, name, parent._modules[name]
                 parent = parent.get_submodule(name)
         self._links = list(links.values())
@@ -149,6 +153,7 @@ class ModelLinks:
     def changed(self) -> bool:
         """Return whether anything was exchanged, added, frozen or made trainable since the last `look`."""
         return (
+            # Identities alone: comparing values of tensors would wait for the device.
             any(by_name.get(name) is not module for by_name, name, module in self._links)
             or [*map(len, self._dicts)] != self._lengths
             or not all(map(is_, self._current_values(), self._values))

@@ -55,6 +55,7 @@ class PathSteps:
         self._scale_histories()
         self._share_draws()
         self._converted.begin_step(step)
+        # Marked once the step has begun, so that a repetition draws the step's numbers.
         self.start = Start.of(self._converted, self._converted.operators[0].weight.device)
         """State before the first pass of the step."""
         for meter in self.meters:

@@ -66,6 +66,7 @@ class Recording:
             UserError: if the folder holds another run.
         """
         self._folder = folder = folder.expanduser()
+        # What the lock and a file browser leave in a folder makes no run of it.
         names = {path.name for path in folder.iterdir()} - {".lock", OWNER} if folder.is_dir() else set()
         inside = any(not of_a_file_browser(name) for name in names)
         begun = folder.exists() and (inside or not folder.is_dir())
@@ -81,6 +82,7 @@ class Recording:
             yaml.safe_dump(tree | dict(config), sort_keys=False),
             {**versions(), **about, **header},
         )
+        # A folder with records stays unchanged until `resume` knows the step to go on from.
         if not begun:
             self._writer = RunWriter(folder, None)
             self._writer.write_header(self._config, self._header)
@@ -154,6 +156,7 @@ class Recording:
                 raise ValueError(f"log: {name}={value!r:.40}: must be a number; of a tensor {name}.item()")
         self._row |= {name: value for name, value in figures.items() if name in STEP_FIELDS}
         if (loss := figures.get("val_loss")) is not None:
+            # exp overflows float64 from about 709 on.
             ppl = math.inf if loss > 700 else math.exp(loss)
             row = {"step": self._row["step"], "tokens": self._row["tokens"] or 0, "val_loss": loss, "val_ppl": ppl}
             self._writer.eval(dict.fromkeys(EVAL_FIELDS) | row)
@@ -164,6 +167,7 @@ class Recording:
             return {}
         row = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._row.items()}
         counters = [self._tokens, self._nonfinite, self._streak]
+        # The rows reach the disk before a checkpoint refers to them.
         return {"counted": self._writer.sync(), "row": row, "counters": counters}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
@@ -172,6 +176,7 @@ class Recording:
         Raises:
             UserError: if earlier steps are missing.
         """
+        # The records end with this very step, so there is nothing to drop.
         if step == self._step and self._writer is not None:
             return
         if step and self._writer is not None and not self._step:
@@ -188,6 +193,7 @@ class Recording:
         if self._writer is not None:
             self._writer.close()
         self._writer = RunWriter(self._folder, step, state.get("counted"))
+        # The run's first header stays, and says where the run was resumed.
         header = read_json(self._folder / "header.json") or self._header
         resumption = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}
         header["resumed"] = [*header.get("resumed", []), resumption]
@@ -211,6 +217,7 @@ class Recording:
     def _flush(self) -> None:
         if self._row is None or self._writer is None:
             return
+        # A step whose tokens nobody logged keeps the count of the one before.
         self._tokens = self._row["tokens"] = self._row["tokens"] or self._tokens
         self._writer.step(self._row)
         self._row = None

@@ -98,12 +98,14 @@ class StepRepeater:
 
     @contextmanager
     def _paths(self, recover: Iterable[int], sixteen: bool, compiled: bool = False) -> Iterator[None]:
+        # First the paths of the step, then the units to recover on top of them.
         for operator, put in self._put.items():
             operator.put(put)
         for i in recover:
             self.converted.units[i].switch(True)
         shared = self.converted.shared
         shared.warmup, shared.repeats_step = self._warmup, True
+        # Dropout and stochastic rounding draw what they drew in the step: only the paths differ.
         self._start.restore(self.converted)
         # Buffers such as running statistics change in each pass.
         _put_back(self._buffers)
@@ -170,11 +172,13 @@ class StepRepeater:
             if in_backward() or output.numel() == 0:  # a recomputation, or an expert without tokens
                 return
             recovered = operator.recovered
+            # The low path gets the recovered input, so that errors of earlier operators do not add up.
             operator.put(self._put[operator])
             try:
                 low = operator._on_path(input, operator._begin())
             finally:
                 operator.put(recovered)
+            # In float32, because squares of 16-bit numbers leave the range of float16.
             norm = torch.linalg.vector_norm(output, dtype=torch.float32)
             operators.append(operator)
             relative_errors.append(torch.linalg.vector_norm(low - output, dtype=torch.float32) / norm)
@@ -184,6 +188,7 @@ class StepRepeater:
         if relative_errors:
             squares = torch.stack(relative_errors).double().square().tolist()
             for operator, square in zip(operators, squares, strict=True):
+                # An operator may run several times in a step, of which the worst counts.
                 errors[operator] = max(errors.get(operator, 0.0), square if math.isfinite(square) else math.inf)
 
 
@@ -242,9 +247,11 @@ def true_gap(
                 for group in distinct.groups
             ]
         )
+        # The second path must not add to the gradients of the first.
         model.zero_grad(set_to_none=True)
     gaps = torch.zeros(len(distinct.groups), dtype=torch.float64, device=device)
     for i, (low, high) in enumerate(zip(*gradients_of_paths, strict=True)):
         for low_gradient, high_gradient in zip(low, high, strict=True):
+            # ||g_low - g_recovery||^2 of a unit is the sum over its parameters.
             gaps[i] += (low_gradient - high_gradient).square().sum(dtype=torch.float64)
     return distinct.of_each(summed(gaps, ranks))

@@ -77,8 +77,10 @@ class Router:
         around: list[nn.Module] = [watched(model, name) for name in outside]
         modules = [operator.module for operator in converted.operators]
         read = around if observe == "adapter" else modules
+        # Parameters may be exchanged in the operators, and with adapters anywhere below the units' names.
         self._links = ModelLinks(model, [*modules, *around], read, trained=observe == "adapter")
         self.hints = LoopHints(controller.units)
+        # Evidence that the controller does not measure comes from the paths.
         needs = [name for name in controller.needs if name not in controller.measured.names]
         self._paths = PathSteps(converted, model, controller.ranks, needs, probe_tokens, price_tokens)
         controller.measured.sources.append(self._paths)
@@ -182,6 +184,7 @@ class Router:
             gradients: see `MicroNorms.add`.
         """
         self._check_attached()
+        # Norms of micro-batches read the parameters now; without them, the step looks for exchanged ones.
         if self.controller.measured.micro is not None:
             self.follow()
         if self._counting is not None:
@@ -272,10 +275,12 @@ class Router:
         """
         if not (names := list(names)):
             return False
+        # Undo the measurement first: the repeated step has the same number, and its events too.
         self.controller.undo(self._mark)
         if not self.controller.promote(names):
             self.controller.observe(self._evidence)  # the same numbers again
             return False
+        # The second try draws the same numbers and sees the same delayed scales.
         start.restore(self.converted)
         self.converted.begin_again(start.paths)
         self._begin()
@@ -323,6 +328,7 @@ class Router:
         coverage, operators, ranks = counting.coverage, self.converted.operators, self.controller.ranks
         work = coverage.work(operators)
         missed = coverage.never_called(operator.operator_name for operator in operators)
+        # An operator without any product may have run unseen within a compiled graph.
         unseen = any(
             not number and missed.get(operator.operator_name) != READ
             for operator, number in zip(operators, work.operators, strict=True)
@@ -367,6 +373,7 @@ class Router:
         if not self._links.changed():
             return
         self._links.refuse_missing()
+        # The units stay the same, and so do their costs; only what is monitored changes.
         costs = [unit.cost for unit in self.units]
         self.controller.exchange(units_of(self.converted, self.model, self.spec.observe, costs, self.units))
         self.hints.exchange(self.units)
@@ -512,6 +519,7 @@ class Router:
         """Warn, at the end of its use, if the loop never called `step` or ended during a calibration."""
         amax = self.converted.shared.amax
         routes = any(unit.recoverable for unit in self.units) and not isinstance(self.controller.signal, AlwaysLow)
+        # Delayed scales move on only in `step`, even where nothing is routed.
         if routes or (amax is not None and amax.history is not None):
             self.hints.watch_use(self.model, self.converted.low.name)
 
@@ -540,6 +548,7 @@ class Router:
         state = {**self.controller.state_dict(), "converted": self.converted.state_dict()}
         if self.recording is not None:
             state["record"] = self.recording.state()
+        # A resumed run takes these counts: another first batch could give other costs, and so other choices.
         if self._counts_itself and (work := self.converted.cost.work) is not None:
             state["work"] = [*work.operators, work.outside]
         return state
@@ -568,12 +577,15 @@ class Router:
                 self.controller.check_budget()
             self.check_state(state)
             if self.recording is not None:
+                # Records that do not fit are refused before the controller changes.
                 self.recording.resume(state["t"], state.get("record", {}))
             self.controller.load_state_dict(state)
         except BaseException:
+            # A refused state leaves the costs as they were.
             if self.converted.cost.work is not before:
                 self._recount(before)
             raise
+        # The counts of the checkpoint are in force, so the first step counts nothing.
         if self._counting is not None and "work" in state:
             self._counting.disarm()
             self._counting = None

@@ -65,6 +65,7 @@ class GnmrRouting:
     def fp8_gemm_enabled(self, config: Mapping[str, Any], layer_name: str, gemm: str, iteration: int) -> bool:
         """Answer Transformer Engine. Without a second number besides the flag, it asks again in the next iteration."""
         self._queried.add(layer_name)
+        # A layer that nobody switched stays in FP8, as it would without this feature.
         return not self._recovering.get(layer_name, False)
 
     def switch(self, layer_name: str, recovering: bool) -> None:

@@ -154,6 +154,7 @@ class GnmrConverter(QuantizationConverter):
                 )
             if fqn in HEADS:
                 raise UserError(f"GnmrConverter: {fqn}: the output head stays in 16 bits; name other targets")
+            # The replacement takes over every field, so that it builds the same linear.
             options = {option.name: getattr(linear, option.name) for option in fields(linear) if option.init}
             replacement = RoutedLinear.Config(**options, _routing=routing)
             if isinstance(parent, list):
@@ -197,6 +198,7 @@ class GnmrTrainer(Trainer):
         super().__init__(config)
         self._passes, self._losses, self._tally = 0, list[Tensor](), Tally()
         (model,) = self.model_parts
+        # Now the model is built, sharded and initialized; graphs are compiled in its first pass.
         self.controller = _attached(model, routing, config)
         compiled = config.compile.enable and "model" in config.compile.components
         if compiled:
@@ -206,6 +208,7 @@ class GnmrTrainer(Trainer):
             self.checkpointer.states[STATE] = _State(self.controller)
         if config.validator.enable:
             self.validator.validate = partial(self._validate, self.validator.validate)
+        # torchtitan's MFU compares with BF16's peak, and part of the GEMMs are not BF16.
         self.metrics_processor.has_quantization = True
         logger.info("gnmr: %r", self.controller)
 
@@ -214,6 +217,7 @@ class GnmrTrainer(Trainer):
         try:
             super().train()
         except CheckpointException as error:
+            # The exception tells the missing key in its text alone.
             if f"{STATE}.controller" in str(error):
                 raise UserError(
                     "the checkpoint has no state of GnmrTrainer, it was saved without; go on without, or with "
@@ -239,6 +243,7 @@ class GnmrTrainer(Trainer):
         self.controller.micro_step()
         self._losses.append(loss.detach().clone())
         self._passes += 1
+        # The gradient of the step is complete here, and torchtitan clips it afterwards.
         if self._passes == self.gradient_accumulation_steps:
             self.decision = self.controller.step()
             self._tally.add(self.decision, self.controller.spec.max_o)
@@ -248,6 +253,7 @@ class GnmrTrainer(Trainer):
 
     def _record(self) -> None:
         """Record the step's figures; the losses are this rank's parts of the loss of all ranks."""
+        # Every rank has to join this sum, although only the first one writes.
         total = DistributedRanks().sum({"loss": torch.stack(self._losses).sum()})["loss"].item()
         if self.controller.records:
             rate = next(iter(self.optimizers)).param_groups[0]["lr"]
@@ -298,6 +304,7 @@ def _attached(model: nn.Module, routing: LinearRouting, config: GnmrTrainer.Conf
     if config.gnmr.calibrate is not None:
         controller.calibrate(config.gnmr.calibrate)
     for module in model.modules():
+        # A linear that got no paths must not refuse its forward pass.
         if isinstance(module, RoutedLinear) and not module.converted:
             module.__class__ = RoutedLinear.plain_class
     return controller

@@ -27,6 +27,7 @@ def check_version() -> None:
         installed = version("torchtitan")
     except PackageNotFoundError as error:
         raise UserError(f"gnmr.attachment.torchtitan needs torchtitan {SERIES}x: {install('torchtitan')}") from error
+    # The integration overrides methods and replaces configs that other series may have changed.
     if not installed.startswith(SERIES):
         raise UserError(
             f"torchtitan {installed} is installed, and gnmr.attachment.torchtitan is written for {SERIES}x: "

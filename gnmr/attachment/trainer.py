@@ -122,6 +122,7 @@ class GnmrTrainerCallback(TrainerCallback):
         self._resume_from: str | None = None
         self._tally = Tally()
         for name in ("train", "training_step", "prediction_step", "log"):
+            # On this object only: other Trainers of the process keep their methods.
             setattr(trainer, name, partial(getattr(self, f"_{name}"), getattr(trainer, name)))
 
     # ---- around the Trainer's methods ----
@@ -168,12 +169,14 @@ class GnmrTrainerCallback(TrainerCallback):
             self.verdict = controller.explain(
                 lambda: self._repeated_losses(training_step),
                 loss=loss,
+                # No finite norm exceeds an infinite one, so the loss alone is judged.
                 usual=(usual.mean, math.inf) if math.isfinite(usual.limit) else None,
                 grad_scale=scale,
             )
             _LOG.warning("%s", self.verdict)
             self._tally.verdicts[self.verdict.cause] += 1
             if not math.isfinite(loss) and self.verdict.units and controller.promote(self.verdict.units):
+                # The first try must leave nothing behind: no measurements, no draws, no gradients.
                 controller.discard()
                 for parameter in self.trainer.model.parameters():
                     parameter.grad = None
@@ -181,6 +184,7 @@ class GnmrTrainerCallback(TrainerCallback):
                     self._micro_batches[i] = _MicroBatch(args, kwargs, training_step(*args, **kwargs))
                     controller.micro_step()
                 loss = float(self._loss_of_step())
+        # The norm is not judged here, and a constant never spikes.
         levels.add(loss, 1.0)
 
     def _repeated_losses(self, training_step: Callable[..., torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -259,6 +263,7 @@ class GnmrTrainerCallback(TrainerCallback):
 
 def _save(controller: Router, folder: Path, step: int) -> None:
     """Write `STATE_FILE` into the checkpoint `folder` of that step. Waits for the device."""
+    # Written aside and then renamed: a crash leaves no half file under the final name.
     temporary = folder / f".{STATE_FILE}.tmp"
     with temporary.open("wb") as file:
         torch.save({"step": step, "controller": controller.state_dict()}, file)
@@ -274,6 +279,7 @@ def _load(controller: Router, folder: Path, step: int) -> None:
         raise UserError(f"{folder} has no {STATE_FILE}: it was saved without GnmrTrainerCallback; resume it without")
     with resuming(file):
         saved = torch.load(file, map_location="cpu", weights_only=True)
+        # A file of another step would resume with a set and a history that do not fit the weights.
         if saved["step"] != step:
             raise ValueError(f"it is of step {saved['step']}, the checkpoint of step {step}")
         controller.load_state_dict(saved["controller"])

@@ -232,6 +232,7 @@ class _Observed:
             measured = self.measurements.get((operator.name, "fprop", operand))
             if measured is None or (operand == "output" and measured.by != "output"):
                 continue
+            # Without noise the tensor was never quantized; -inf stands for NaN, which tells nothing of precision.
             if measured.noise > 0 and -math.inf < measured.snr < LOW:
                 return True
         return False
@@ -311,6 +312,7 @@ def _by_operator(coverage: Coverage, operators: Sequence[Operator]) -> Coverage:
     products = Counter[Product]()
     for product, number in coverage.products.items():
         if inner := by_tensor.get(product.name):
+            # The numbers (n + i) // k for i below k add up to n.
             shares = {Product(name, "Linear"): (number + i) // len(inner) for i, name in enumerate(inner)}
             products.update(shares)
         else:
@@ -657,6 +659,7 @@ def _operand_findings(observed: _Observed) -> Iterator[Finding]:
     alike: dict[tuple[str, str, str], dict[str, Cause]] = {}
     for (name, gemm, operand), measured in observed.measurements.items():
         for cause in measured.causes:
+            # One wrong setting shows in many operators, and is one finding.
             alike.setdefault((cause.kind, operand, cause.right), {})[f"{name} {gemm} {operand}"] = cause
     for (kind, _, right), causes in alike.items():
         texts = [cause.text for cause in causes.values()]

@@ -94,6 +94,7 @@ class MeasuredOperand:
 
     def add(self, x: Tensor, q: Tensor, ideal: Tensor | None) -> None:
         """Add one pass."""
+        # Energies add up over passes, decibels do not.
         self.signal += _energy(x)
         self.noise += _energy(q.float() - x.float())
         if ideal is not None:
@@ -317,6 +318,7 @@ class _OperatorPass:
         stride = max(1, len(x) // _SAMPLED_ROWS)
         a, b = q[::stride].double().flatten(), x[::stride].double().flatten()
         norms = float(a.norm() * b.norm())
+        # A NaN has to be measured to be reported, so it counts as alike.
         if not math.isfinite(norms):
             return 1.0
         return abs(float(a @ b)) / norms if norms else 0.0
@@ -572,4 +574,5 @@ def _as_operands(gemm: str, a: Tensor, b: Tensor) -> list[dict[str, Tensor]]:
         return [{"input": a, "weight": b.t()}]
     if gemm == "dgrad":
         return [{"grad_output": a, "weight": b}]
+    # grad_weight (O, I) is grad_output^T input; a library may compute its transpose instead.
     return [{"grad_output": a.t(), "input": b}, {"grad_output": b, "input": a.t()}]

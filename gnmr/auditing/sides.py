@@ -160,6 +160,7 @@ class _Side:
             raise ValueError(f"{key}.{lone[0]}: name {key}.{other} too; its default is 1 in Megatron-LM")
         entries = {}
         for which, lines in texts.items():
+            # The first and last blocks are those of the model, whatever else the file holds.
             of_model = LISTS[which].rule in ("first", "last")
             entries[which] = _matched(which, lines, names if of_model else [*names, *unloaded], in_memory)
         return cls(key, entries, [*names, *unloaded], in_memory)
@@ -237,6 +238,7 @@ class _Side:
                 right = _intention(alike[0], [self.name_for(which, name) for name in self.names])
                 if pattern in saved_names:
                     right = f"{saved_names[pattern]!r}, as the checkpoint calls it"
+                # A list of which nothing matches was written for another model.
                 if sum(map(len, lost.values())) == len(entries):
                     raise ValueError(f"{self.key}.{which}={alike[0].text}: matches no linear of this model; {right}")
                 where = tuple(f"{self.key}.{which} {entry.text!r}" for entry in alike)
@@ -256,6 +258,7 @@ def _matched(which: str, texts: Sequence[str], names: Sequence[str], in_memory: 
     for by_memory, otherwise in zip(entries_of(which, texts, list(saved)), by_checkpoint, strict=True):
         meant = tuple(name for own_name in by_memory.meant for name in saved[own_name])
         swept = tuple(name for own_name in by_memory.swept for name in saved[own_name])
+        # An entry that matches nothing by the names in memory is read by the checkpoint's.
         fits = by_memory.names or LISTS[which].rule == "quantizer"
         entries.append(replace(by_memory, meant=meant, swept=swept) if fits else otherwise)
     return entries

@@ -332,8 +332,8 @@ def weight_std(units: Sequence[Unit], ranks: Ranks | None = None) -> Tensor:
     for group in weights:
         local = torch.cat([part_of(p.detach(), p, holders).double().flatten() for p in group])
         sums.append(torch.stack([local.sum(), local.square().sum()]))
-    numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64, device="cpu")
     # The number of elements is known without communication: a DTensor tells its global size.
+    numbers = torch.tensor([sum(p.numel() for p in group) for group in weights], dtype=torch.float64, device="cpu")
     mean, square = (summed(torch.stack(sums), holders) / to_device(numbers, sums[0].device)[:, None]).unbind(1)
     # Rounding may make a variance near 0 negative.
     return distinct.of_each((square - mean.square()).clamp(min=0).sqrt())

@@ -73,7 +73,7 @@ class AmaxHistory:
         The values that were written in this step already had this factor.
         """
         if self.history is not None and times != self.times:
-            # They were divided by the former factor when they were written.
+            # These values were divided by the former factor when they were written.
             self.history[:, _GRADIENT, 0] *= self.times / times
         self.times = times
 

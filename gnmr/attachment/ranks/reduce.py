@@ -198,6 +198,7 @@ class DistributedRanks:
 
     def agreement(self, settings: Sequence[object], active: np.ndarray, plain: Tensor) -> Tensor:
         """Return both guards, (4,) float64, a part for `sum`; `settings` must be equal besides the set in force."""
+        # 20 bits, so that the sum of the squares over 8,192 ranks is exact in float64.
         digest = zlib.crc32(repr(settings).encode() + np.packbits(active).tobytes()) & 0xFFFFF
         digests = to_device(torch.tensor([digest, digest**2], dtype=torch.float64), plain.device)
         return torch.cat([digests, torch.stack([plain, plain.square()])])
@@ -210,6 +211,7 @@ class DistributedRanks:
                 f"ranks disagree in step {step}: they have other units, settings or recovered sets; start all "
                 "of them from the same words, seed and checkpoint"
             )
+        # W s2 - s^2 is W^2 times the variance over the ranks, here relative to the squared sum.
         if np.isfinite(squares) and self.size * squares - plain**2 > _EQUAL * plain**2:
             raise RunFailed(
                 f"gradients differ between ranks in step {step}: call step() after the backward pass that reduces them "

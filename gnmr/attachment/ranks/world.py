@@ -65,6 +65,7 @@ class World:
             yield
         except Exception as raised:
             error = raised
+        # Ranks without an error take part too, since all wait for the gathering.
         failure = None if error is None else (isinstance(error, UserError), f"{error}" or type(error).__name__)
         failures = [failure_of_rank for failure_of_rank in self.gather(failure) if failure_of_rank is not None]
         if error is not None:
