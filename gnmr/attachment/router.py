@@ -275,7 +275,7 @@ class Router:
         """
         if not (names := list(names)):
             return False
-        # Undo the measurement first: the repeated step has the same number, and its events too.
+        # Undo the measurement first: the repeated step and its events have the same number.
         self.controller.undo(self._mark)
         if not self.controller.promote(names):
             self.controller.observe(self._evidence)  # the same numbers again

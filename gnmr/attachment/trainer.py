@@ -176,7 +176,7 @@ class GnmrTrainerCallback(TrainerCallback):
             _LOG.warning("%s", self.verdict)
             self._tally.verdicts[self.verdict.cause] += 1
             if not math.isfinite(loss) and self.verdict.units and controller.promote(self.verdict.units):
-                # The first try must leave nothing behind: no measurements, no draws, no gradients.
+                # The first try must leave nothing behind: no measurements, no draws of the paths, no gradients.
                 controller.discard()
                 for parameter in self.trainer.model.parameters():
                     parameter.grad = None
