@@ -15,6 +15,7 @@ shapes that they would see in a pass of the whole model, so that the results are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.conversion import ConvertedModel, PathLinear
+from gnmr.errors import warn
 from gnmr.formats import Recipe
 from gnmr.measure.price import Sequences
 from gnmr.names import Pins
@@ -74,7 +76,8 @@ class Blocks:
         """Find the blocks and the `operators` in each.
 
         Raises:
-            NotFollowed: there are no blocks with these operators, or a block stands in the list twice.
+            NotFollowed: there are no blocks with these operators, a block stands in the list twice, or two blocks share
+                an operator.
         """
         self.name = list_of_blocks(model)
         self.modules: list[nn.Module] = [*cast(nn.ModuleList, model.get_submodule(self.name))] if self.name else []
@@ -83,6 +86,10 @@ class Blocks:
         inside = [set(block.modules()) for block in self.modules]
         self.operators = [[o for o in operators if o.module in modules] for modules in inside]
         """The operators of each block."""
+        places = Counter(operator.operator_name for operators in self.operators for operator in operators)
+        shared = [name for name, number in places.items() if number > 1]
+        if shared:  # it would be low in one block only
+            raise NotFollowed(f"several blocks of {self.name} share {shared[0]}")
         if not any(self.operators):
             raise NotFollowed("no nn.ModuleList has blocks with these operators")
 
@@ -177,13 +184,13 @@ class BlockByBlock:
                         # The arm's low path in this block; a copy is born from the exact hidden states.
                         hidden = copies[at].get(name, exact[at])
                         with self._on_paths(place, arm):
-                            copies[at][name] = _hidden_of(block_calls[place](block, hidden))
+                            copies[at][name] = _hidden_of(block_calls[place](block, hidden), hidden)
                         self._after_call()
                     with self._on_paths(place, Arm(())), around_exact():
-                        exact[at] = _hidden_of(block_calls[place](block, exact[at]))
+                        exact[at] = _hidden_of(block_calls[place](block, exact[at]), exact[at])
                     self._after_call()
-            if state is not None:
-                _save_state(state, place + 1, exact, copies, [*arms])
+            if state is not None and not _save_state(state, place + 1, exact, copies, [*arms]):
+                state = None
         for at, (batch, (_, _, like)) in enumerate(zip(batches, calls, strict=True)):
             with around_exact():
                 result = self._tail(batch, first_place + at, exact[at], like)
@@ -219,7 +226,7 @@ class BlockByBlock:
             for at, block in enumerate(self.blocks.modules):
                 entering.append(hidden)
                 with self._loaded(at):
-                    hidden = _hidden_of(calls[at](block, hidden))
+                    hidden = _hidden_of(calls[at](block, hidden), hidden)
                 self.advance(1)
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_()
@@ -229,7 +236,7 @@ class BlockByBlock:
             for at in reversed(range(len(self.blocks.modules))):
                 with self._loaded(at):
                     hidden = entering.pop().detach().requires_grad_()
-                    leaving = _hidden_of(calls[at](self.blocks.modules[at], hidden))
+                    leaving = _hidden_of(calls[at](self.blocks.modules[at], hidden), hidden)
                     if sequences is not None and by_sequence is not None:
                         sequences.mark(
                             len(by_sequence), hidden.device, partial(_weighted_backward, leaving, hidden, gradient)
@@ -288,6 +295,7 @@ class BlockByBlock:
                 self.converted.end_step()
                 if not isinstance(like[0], Tensor | tuple):
                     raise NotFollowed(f"a block returns a {type(like[0]).__name__}")
+                _hidden_of(like[0], hidden)
             else:
                 _refuse_handed_on(call, like[0])
             calls.append(call)
@@ -334,9 +342,14 @@ def _split(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[_BlockCa
     return _BlockCall(positional, others, name), named[name]
 
 
-def _hidden_of(result: Any) -> Tensor:
-    """Return the hidden states in what a block returns: a tensor, or a tuple that begins with them."""
+def _hidden_of(result: Any, entering: Tensor) -> Tensor:
+    """Return the hidden states in what a block returns: a tensor, or a tuple that begins with them.
+
+    Raises NotFollowed unless they have the shape of those `entering` it, which the code between blocks may depend on.
+    """
     hidden: Tensor = result if isinstance(result, Tensor) else result[0]
+    if hidden.shape != entering.shape:
+        raise NotFollowed("a block changes the shape of its hidden states")
     return hidden
 
 
@@ -352,22 +365,37 @@ def _refuse_handed_on(call: _BlockCall, like: Any) -> None:
         raise NotFollowed("a block reads more than the hidden states of the one before")
 
 
-def _save_state(file: Path, blocks: int, exact: list[Tensor], copies: list[dict[str, Tensor]], arms: list[str]) -> None:
-    """Write the hidden states after this number of blocks, beside the file and renamed."""
+def _save_state(file: Path, blocks: int, exact: list[Tensor], copies: list[dict[str, Tensor]], arms: list[str]) -> bool:
+    """Write the hidden states after this number of blocks, beside the file and renamed; warn if there is no room.
+
+    A long measurement is worth more than its state, so it goes on without one. Returns whether it was written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {f"{at}": hidden for at, hidden in enumerate(exact)}
     tensors |= {f"{at} {arms.index(name)}": hidden for at, of in enumerate(copies) for name, hidden in of.items()}
+    contiguous = {key: hidden.contiguous() for key, hidden in tensors.items()}
     beside = file.with_name(f".{file.name}.writing")
-    save_file({key: hidden.contiguous() for key, hidden in tensors.items()}, beside, metadata={"blocks": f"{blocks}"})
-    beside.replace(file)
+    try:
+        save_file(contiguous, beside, metadata={"blocks": f"{blocks}"})
+        beside.replace(file)
+    except (OSError, SafetensorError) as error:
+        beside.unlink(missing_ok=True)
+        warn(f"{file}: cannot be written ({error}); what is measured from here on is lost if interrupted")
+        return False
+    return True
 
 
 def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]], arms: list[str]) -> int:
     """Put in the hidden states of a file, and return the number of blocks that they have passed."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(file, framework="pt", device=str(exact[0].device)) as opened:
+    try:
+        state = safe_open(file, framework="pt", device=str(exact[0].device))
+    except SafetensorError:  # cut off where the machine stopped before its disk had everything
+        return 0
+    with state as opened:
         for key in opened.keys():  # noqa: SIM118
             at, _, arm = key.partition(" ")
             if arm:

@@ -17,6 +17,7 @@ from torch import nn
 from gnmr.conversion import ConvertedModel, PathLinear, PathSpec
 from gnmr.conversion.converting import check_widths, operator_shapes
 from gnmr.conversion.cost import gemm_time
+from gnmr.conversion.resolve import paths_by_name
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import RECIPES as RECIPE_OF
 from gnmr.formats.recipes import Gemm
@@ -88,9 +89,7 @@ class ComparedPaths:
             return {}
         low, recovery, times = converted.low, converted.recovery, self.spec.times
         assert isinstance(low, Recipe) and isinstance(recovery, Recipe)
-        casts = (low.fprop.input, low.fprop.weight)
-        few_bits = any(cast is not None and cast.format.bits <= 4 for cast in casts)
-        default = [CHEAPER] if few_bits and not recovery.casts else []
+        default = _default_rescues(low, recovery)
         rescues = {} if self.rescues else {recovery.name: recovery}
         for name in self.rescues or default:
             recipe = RECIPE_OF[name] if isinstance(name, str) else name
@@ -99,6 +98,22 @@ class ComparedPaths:
             if not why_not:
                 rescues[recipe.name] = recipe
         return dict(sorted(rescues.items(), key=lambda item: gemm_time(item[1], "fprop", times)))
+
+    def most_measured_alone(self) -> int:
+        """Return the number of recipes, at most, on which fprop of an operator is measured alone."""
+        low, recovery = paths_by_name(self.spec)
+        assert isinstance(low, Recipe) and isinstance(recovery, Recipe)
+        if self.two_sides or self.pins:
+            return 1
+        rescues = [RECIPE_OF[name] if isinstance(name, str) else name for name in self.rescues]
+        rescues = rescues or [RECIPE_OF[name] for name in _default_rescues(low, recovery)]
+        return 1 + sum(rescue.fprop != recovery.fprop for rescue in rescues)
+
+
+def _default_rescues(low: Recipe, recovery: Recipe) -> list[str]:
+    """Return the recipes besides the recovery recipe on which a plan may keep a GEMM, if the user names none."""
+    few_bits = any(cast is not None and cast.format.bits <= 4 for cast in (low.fprop.input, low.fprop.weight))
+    return [CHEAPER] if few_bits and not recovery.casts else []
 
 
 def compared_paths(

@@ -466,15 +466,17 @@ def _sentence(diagnosis: Diagnosis) -> str:
             f"makes ({format_nats(diagnosis.limit or 0.0)}), so nothing can be told of it"
         )
     if not measured.above_noise:
-        estimate = f"by estimate {diagnosis.total:.2g}"
+        estimate = "single values add up to" if diagnosis.estimate == "measured" else "by estimate"
+        estimate = f"{estimate} {diagnosis.total:.2g}"
+        spread = f" ± {measured.noise:.1g}" if math.isfinite(measured.noise) else ""  # one sequence has none
         if not start and measured.kl is not None:
             return (
-                f"{batches} are too few to tell what {under}{recipe} costs: {measured.nats:.2g} ± "
-                f"{measured.noise:.1g} {unit}, {estimate}; take more batches"
+                f"{batches} {'is' if measured.batches == 1 else 'are'} too few to tell what {under}{recipe} costs: "
+                f"{measured.nats:.2g}{spread} {unit}, {estimate}; take more batches"
             )
         return (
             f"{start}{under}{recipe} costs nothing here that {batches} can show "
-            f"({measured.nats:+.2g} ± {measured.noise:.1g} {unit}, {estimate})"
+            f"({measured.nats:+.2g}{spread} {unit}, {estimate})"
             f"{'' if start else ': more batches would tell'}"
         )
     # What it costs, and what to do about it.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnmr
+from gnmr.errors import UserError
 from gnmr.lab.models.stored import open_stored
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.pin_plan import read_plan
@@ -162,6 +166,69 @@ def test_a_model_that_cannot_be_followed_is_measured_by_whole_passes() -> None:
     assert {row.operator: row.measured for row in measured.rows} == singles and len(singles) == 3
 
 
+def test_a_linear_in_two_blocks_is_measured_in_both() -> None:
+    class Block(nn.Module):
+        def __init__(self, shared: nn.Linear) -> None:
+            super().__init__()
+            self.shared, self.own = shared, nn.Linear(32, 32)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + torch.tanh(self.own(self.shared(hidden)))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shared = nn.Linear(32, 32)
+            self.embed, self.head = nn.Embedding(300, 32), nn.Linear(32, 300)
+            self.blocks = nn.ModuleList([Block(shared), Block(shared)])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden = self.embed(tokens)
+            for block in self.blocks:
+                hidden = block(hidden)
+            return self.head(hidden)
+
+    torch.manual_seed(0)
+    model = Model()
+    batches, options = [token_ids(1), token_ids(2)], {"recipe": "mxfp4", "targets": ["*.shared", "*.own"]}
+    with pytest.warns(UserWarning, match="several blocks of blocks share"):
+        measured = gnmr.diagnose(model, model, batches, measure="all", **options)
+    estimated = gnmr.diagnose(model, model, batches, confirm=10, **options)
+    singles = {row.operator: row.measured for row in estimated.rows if row.gemm == "fprop"}
+    assert {row.operator: row.measured for row in measured.rows} == singles and len(singles) == 3
+
+
+def test_blocks_that_change_the_shape_are_measured_by_whole_passes() -> None:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([nn.Linear(32, 64), nn.Linear(64, 32)])
+
+    class Narrowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks, self.head = nn.Embedding(300, 32), blocks, nn.Linear(32, 300)
+            self.norm = nn.LayerNorm(32)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            hidden = self.embed(tokens)
+            for block in self.blocks:
+                hidden = block(hidden)
+            return self.head(self.norm(hidden))
+
+    model = Narrowing()
+    with pytest.warns(UserWarning, match="a block changes the shape of its hidden states"):
+        measured = gnmr.diagnose(model, model, [token_ids(1)], measure="all", recipe="mxfp4", targets=["blocks.*"])
+    assert len(measured.rows) == 2 and "nan" not in measured.verdict()
+
+
+def test_a_checkpoint_of_another_shape_than_its_config_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    config = json.loads((other / "config.json").read_text()) | {"intermediate_size": 256}
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"is \[64, 128\] in the file, \[64, 256\] by config.json"):
+        open_stored(str(other), torch.float32, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -209,6 +276,47 @@ def test_the_command_reads_the_blocks_from_disk(text_command: Callable[..., Any]
     assert all(row["measured"] == row["value"] for row in tree["rows"])
     assert read_plan(tmp_path / "out/plan.json").prices
     assert "measured" in (tmp_path / "page.html").read_text()
+
+
+def test_a_state_is_for_the_weights_that_it_was_measured_with(
+    text_command: Callable[..., Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """A file that was rewritten in its place, with the same date, changes no date of its folder."""
+    from safetensors.torch import load_file, save_file
+
+    from gnmr.plan import diagnose
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    file, out = checkpoint / "model.safetensors", f"out={tmp_path / 'out'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnose._Measurement, "_with_held_out", interrupted)
+        with suppress(KeyboardInterrupt):
+            text_command(out)
+    (state,) = (tmp_path / "out").glob(".measuring-*")
+    weights, bytes_before, dates = load_file(file), file.read_bytes(), file.stat()
+    try:
+        weights["model.layers.0.mlp.down_proj.weight"] *= 2
+        save_file(weights, file, metadata={"format": "pt"})
+        os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+        assert "goes on from" not in text_command(out).out and not state.exists()
+    finally:
+        file.write_bytes(bytes_before)
+
+
+def test_a_full_disk_ends_no_measurement(checkpoint: Path, in_memory: Diagnosis, small_disk: Any) -> None:
+    state = small_disk("16k")
+    with pytest.warns(UserWarning, match="cannot be written .*; what is measured from here on is lost"):
+        assert numbers(on_disk(checkpoint, state=state)) == numbers(in_memory)
+    assert not [*state.iterdir()]
+
+
+def test_a_state_that_was_cut_off_is_measured_again(checkpoint: Path, in_memory: Diagnosis, tmp_path: Path) -> None:
+    on_disk(checkpoint, state=tmp_path)
+    file = tmp_path / "batches.safetensors"
+    os.truncate(file, file.stat().st_size - 10)
+    assert numbers(on_disk(checkpoint, state=tmp_path)) == numbers(in_memory)
 
 
 def test_too_little_memory_is_told_before_work_begins(

@@ -122,8 +122,9 @@ def main(argv: list[str]) -> int:
         if options.against is not None:
             options.against = {**high_of, "*": recipe_of("against", options.against)}
         path_options = {key: getattr(options, key) for key in (*_PATHS, "exclude")} | {"recipe": recipe, "plan": plan}
-        compared_paths(**path_options)
+        paths = compared_paths(**path_options)
     # Load the model and its text.
+    from gnmr.conversion.converting import operator_shapes
     from gnmr.lab.evaluation.blocks import LONGEST, TOKENS
     from gnmr.lab.evaluation.subjects import load_subject
     from gnmr.lab.train.memory import refuse_blocks
@@ -144,10 +145,15 @@ def main(argv: list[str]) -> int:
     size = f"{options.batches} + {options.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
     if subject.weights is not None:
-        say(refuse_blocks(subject.model, blocks.batches, subject.device), by_words=True)
+        with as_user_error():
+            operators = len(operator_shapes(subject.model, paths.spec))
+        recipes = paths.most_measured_alone()
+        say(refuse_blocks(subject.model, blocks.batches, subject.device, operators, recipes), by_words=True)
     # Measure, write, show.
     began = time.perf_counter()
-    state = _state_folder(options, argv) if options.measure == "all" else None
+    state = None
+    if options.out is not None and options.measure == "all":
+        state = _state_folder(options.out, (argv, path_options), place, subject, blocks)
     diagnosis = _diagnosed(subject, blocks, options, path_options, state)
     origin = _origin(subject, options, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
     lines: list[str] = []
@@ -218,24 +224,35 @@ def _check_places(options: Namespace) -> None:
                 pass
 
 
-def _state_folder(options: Namespace, argv: list[str]) -> Path | None:
-    """Return the folder in out= for the state of this measurement, which the same command finds again."""
-    if options.out is None:
-        return None
-    # Weights or a text of another date are others.
-    files = [Path(argv[0]).expanduser(), *([options.data] if options.data is not None else [])]
-    dates = [file.stat().st_mtime_ns for file in files if file.exists()]
-    key = hashlib.sha256(repr((argv, dates, gnmr.__version__)).encode()).hexdigest()[:16]
-    with writing(f"out={options.out}"):
-        options.out.mkdir(exist_ok=True)
-        for other in options.out.glob(".measuring-*"):
-            if other.name != f".measuring-{key}":
+def _state_folder(out: Path, command: object, place: str, subject: Subject, blocks: TextBlocks) -> Path:
+    """Return the folder in out= for the state of this measurement, which the same command finds again.
+
+    A state is only for the same weights, tokens and arithmetic: hidden states of others would be mixed into it.
+    """
+    import torch
+
+    from gnmr.lab.models.pretrained import local
+
+    folder = Path(place).expanduser()
+    folder = folder if folder.is_dir() else local(place)
+    # The date of a folder stays if a file in it is rewritten, and a user may set that of a file.
+    files = sorted([*folder.rglob("*.safetensors"), *folder.glob("config.*")])
+    dates = [(file.name, file.stat().st_size, file.stat().st_mtime_ns, file.stat().st_ctime_ns) for file in files]
+    facts = (command, dates, f"{subject.device}", gnmr.__version__, torch.__version__)
+    digest = hashlib.sha256(repr(facts).encode())
+    for batch in (*blocks.batches, *blocks.held_out):
+        for tensor in (batch.tokens, batch.targets):
+            digest.update(tensor.cpu().numpy().tobytes())
+    with writing(f"out={out}"):
+        out.mkdir(exist_ok=True)
+        state: Path = out / f".measuring-{digest.hexdigest()[:16]}"
+        for other in out.glob(".measuring-*"):
+            if other != state:
                 shutil.rmtree(other)
-        folder: Path = options.out / f".measuring-{key}"
-        if folder.is_dir():
-            say(f"diagnose: goes on from {folder}", by_words=True)
-        folder.mkdir(exist_ok=True)
-    return folder
+        if state.is_dir():
+            say(f"diagnose: goes on from {state}", by_words=True)
+        state.mkdir(exist_ok=True)
+    return state
 
 
 def _diagnosed(

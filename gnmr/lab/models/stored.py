@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,17 @@ class StoredWeights:
     """
 
     def __init__(self, folder: Path, model: Any) -> None:
-        """Read the headers of the files. Raises UserError if a file is missing or truncated."""
+        """Read the headers. Raises UserError if a file is missing or truncated, or of another shape than the model."""
         from safetensors import safe_open
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-        self._model = model
+        self._model, self._folder = model, folder
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._converters = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        tensors = model.state_dict()
+        tensors = self._tensors = model.state_dict()
         self._files: dict[str, Path] = {}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         """(name in the files, pattern of the rule that converts it) by the name in memory."""
@@ -49,6 +49,8 @@ class StoredWeights:
                     if name not in tensors and stored in tensors:
                         name, pattern = stored, None
                     self._sources.setdefault(name, []).append((stored, pattern))
+                    if pattern is None and name in tensors:  # others have their shape after conversion
+                        self._check_shape(name, opened.get_slice(stored).get_shape())
 
     def __contains__(self, name: str) -> bool:
         """Return whether a tensor with this name in the model can be read."""
@@ -67,7 +69,17 @@ class StoredWeights:
             converter = converter or deepcopy(self._converters[pattern])
             converter.add_tensor(name, stored, pattern, values)
         values = converter.convert(name, model=self._model, config=self._model.config)[name]
-        return values[0] if isinstance(values, list) else values
+        values = values[0] if isinstance(values, list) else values
+        self._check_shape(name, values.shape)
+        return values
+
+    def _check_shape(self, name: str, in_files: Sequence[int]) -> None:
+        """Raise UserError unless the model's tensor has the shape that it has in the files."""
+        if list(in_files) != (in_config := list(self._tensors[name].shape)):
+            raise UserError(
+                f"{self._folder}: weights of another shape than config.json says ({name} is {list(in_files)} in the "
+                f"file, {in_config} by config.json); give the config.json that belongs to these files"
+            )
 
     def _stored(self, name: str) -> Tensor:
         """Return a tensor of a file, which is open only meanwhile, so that its pages do not stay in memory."""

@@ -162,13 +162,17 @@ def refuse_checkpoint(
         )
 
 
-def refuse_blocks(model: nn.Module, batches: Sequence[Batch], device: torch.device) -> str:
+def refuse_blocks(
+    model: nn.Module, batches: Sequence[Batch], device: torch.device, operators: int, recipes: int
+) -> str:
     """Return one line that says what a measurement block by block holds in memory and how long it is.
 
     Args:
         model: the model, whose blocks are on the meta device.
         batches: the batches, whose hidden states stay in memory.
         device: where the blocks run.
+        operators: number of operators that are measured.
+        recipes: number of recipes on which each is measured alone.
 
     Raises:
         UserError: this is more memory than there is.
@@ -176,27 +180,28 @@ def refuse_blocks(model: nn.Module, batches: Sequence[Batch], device: torch.devi
     size = next(parameter.element_size() for parameter in model.parameters() if not parameter.is_meta)
     blocks = cast(nn.ModuleList, model.get_submodule(list_of_blocks(model)))
     of_block = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-    operators = sum(isinstance(module, nn.Linear) for block in blocks for module in block.modules())
+    copies = operators * recipes + 1  # one has everything low
     around = sum(p.numel() for p in model.parameters() if not p.is_meta)
     config: Any = model.config
     tokens = sum(batch.tokens.numel() for batch in batches)
     hidden, vocabulary = tokens * config.get_text_config().hidden_size, len(model.get_input_embeddings().weight)  # type: ignore[operator]
     logits = 3 * max(batch.tokens.numel() for batch in batches) * vocabulary
-    # A block, the read tensor and one cast of it beside, and a copy of the hidden states for each operator.
-    total = _IMPORTS + size * (around + 2 * of_block + hidden * (operators + 1)) + 4 * logits
+    # A block, the read tensor and one cast of it beside, and the exact hidden states with all copies of them.
+    total = _IMPORTS + size * (around + 2 * of_block + hidden * (copies + 1)) + 4 * logits
     there, has = machine_memory(), "this process can have"
     if device.type == "cuda":
         there, has = torch.cuda.get_device_properties(device).total_memory, "this GPU has"
     if total > there:
         raise UserError(
             f"measure=all: cannot fit into memory: about {total / 1e9:,.3g} GB, of it "
-            f"{size * hidden * operators / 1e9:,.3g} GB for the hidden states of {tokens:,} tokens, and {has} "
+            f"{size * hidden * copies / 1e9:,.3g} GB for the hidden states of {tokens:,} tokens, and {has} "
             f"{there / 1e9:,.3g} GB; use fewer batches= or a smaller batch_size="
         )
-    passes = len(batches) * (1 + operators / 2)
+    passes = len(batches) * (2 + operators * recipes / 2)
+    on = f" on {recipes} recipes" if recipes > 1 else ""
     return (
-        f"measuring {operators} operators alone, {len(blocks)} blocks one after the other: the time of about "
-        f"{passes:,.0f} forward passes of a batch for each recipe, and {total / 1e9:,.3g} GB"
+        f"measuring {operators} operators alone{on}, {len(blocks)} blocks one after the other: the time of about "
+        f"{passes:,.0f} forward passes of a batch, and {total / 1e9:,.3g} GB"
     )
 
 
