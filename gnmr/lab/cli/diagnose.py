@@ -147,8 +147,8 @@ def main(argv: list[str]) -> int:
     if subject.weights is not None:
         with as_user_error():
             operators = len(operator_shapes(subject.model, paths.spec))
-        recipes = paths.most_measured_alone()
-        say(refuse_blocks(subject.model, blocks.batches, subject.device, operators, recipes), by_words=True)
+        alone_on = paths.most_measured_alone()
+        say(refuse_blocks(subject.model, blocks.batches, subject.device, operators, alone_on), by_words=True)
     # Measure, write, show.
     began = time.perf_counter()
     state = None
