@@ -281,6 +281,8 @@ class BlockByBlock:
         calls: list[_BlockCall] = []
         entering: list[Tensor] = []
         like: list[Any] = []
+        devices = ("cpu", "cuda")
+        autocast = [torch.is_autocast_enabled(device) for device in devices]
 
         def record(at: int, *positional: Any, **named: Any) -> Any:
             call, hidden = _split(positional, named)
@@ -289,6 +291,8 @@ class BlockByBlock:
             if at and hidden is not entering[0]:
                 raise NotFollowed(f"the model changes hidden states between blocks of {self.blocks.name}")
             if at == 0:
+                if [torch.is_autocast_enabled(device) for device in devices] != autocast:
+                    raise NotFollowed("`run` begins autocast, which blocks that are called outside of it would miss")
                 entering.append(hidden)
                 with self._loaded(0), self._on_paths(0, Arm(())), _unstubbed(self.blocks.modules[0]):
                     like.append(call(self.blocks.modules[0], hidden))
@@ -307,6 +311,11 @@ class BlockByBlock:
         if len(calls) < len(self.blocks.modules):
             raise NotFollowed(f"{len(self.blocks.modules) - len(calls)} blocks of {self.blocks.name} are not called")
         return entering[0], calls, like[0]
+
+    def without_blocks(self, batch: Any) -> Any:
+        """Return what `run` gives if hidden states skip all blocks: of the kind of its results, with other numbers."""
+        hidden, _, like = self.entering(batch, 0)
+        return self._tail(batch, 0, hidden, like)
 
     def _tail(self, batch: Any, place: int, hidden: Tensor, like: Any) -> Any:
         """Return what `run` gives if `hidden` leaves the last block."""

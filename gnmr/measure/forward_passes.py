@@ -115,7 +115,8 @@ class ForwardPasses:
                 raise NotFollowed(f"{outside[0]} is outside of {blocks.blocks.name}")
             if weights is not None:
                 with torch.no_grad():
-                    blocks.entering(batch, 0)
+                    result = blocks.without_blocks(batch)
+                _refuse_without_kl(output_of(result, "run of batch 1", trained=False), "run of batch 1")
             else:
                 (_, _, result), *_ = blocks.outputs([batch], {})
                 same = self.forward(batch, 0).apart(output_of(result, "run of batch 1", trained=False)) == 0
@@ -257,13 +258,7 @@ class ForwardPasses:
         for number, arm, output in self.outputs(batches, arms, state=state):
             if arm is None:
                 where = f"run of batch {number + 1}"
-                right = "must give logits, or these and targets, if every operator is measured alone"
-                require(
-                    output.logits is not None and (output.loss is None) == (output.targets is None),
-                    where,
-                    "a loss",
-                    right,
-                )
+                _refuse_without_kl(output, where)
                 output.refuse_not_finite(where, self.model)
                 high.append(output)
                 continue
@@ -303,3 +298,10 @@ class ForwardPasses:
                 )
             )
         return costs, {name: kls[f" {name}"] for name in names}
+
+
+def _refuse_without_kl(output: Output, where: str) -> None:
+    """Raise ValueError if the output has no KL, or only one over positions that a backward pass would have to find."""
+    has_kl = output.logits is not None and (output.loss is None) == (output.targets is None)
+    right = "must give logits, or these and targets, if every operator is measured alone"
+    require(has_kl, where, "a loss", right)

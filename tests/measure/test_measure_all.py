@@ -250,6 +250,26 @@ def test_a_loss_alone_has_no_kl(model: Any) -> None:
         gnmr.diagnose(model, loss, [token_ids(1)], measure="all")
 
 
+@pytest.mark.parametrize("kind", ["a loss", "autocast"])
+def test_blocks_on_disk_are_refused_before_they_are_measured(kind: str, checkpoint: Path) -> None:
+    model, weights = open_stored(str(checkpoint), torch.float32, torch.device("cpu"))
+    read: list[str] = []
+
+    def run(tokens: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast"):
+            output = model(tokens, labels=tokens if kind == "a loss" else None, use_cache=False)
+        return output if kind == "a loss" else output.logits
+
+    def read_weight(name: str) -> Tensor:
+        read.append(name)
+        return weights.read(name)
+
+    message = "must give logits" if kind == "a loss" else "`run` begins autocast"
+    with pytest.raises(ValueError, match=message):
+        gnmr.diagnose(model, run, [token_ids(1)], measure="all", weights=read_weight)
+    assert not any("layers.1." in name for name in read)
+
+
 @pytest.fixture
 def text_command(checkpoint: Path, gnmr: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """`gnmr diagnose` of the checkpoint, with a tokenizer of bytes and a text."""

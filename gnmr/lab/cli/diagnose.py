@@ -99,6 +99,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{place}: has adapters in addition to its weights; merge them with peft first")
     if options.batches == 1 and options.measure == "estimate":
         raise UserError("batches=1: needs two at least, for the spread between them; or measure=all")
+    if options.include and options.measure == "all":
+        raise UserError(f"include={','.join(options.include)}: is estimated; leave it out, or measure=all")
     recipes = {} if config is None else config.precision.recipes
     low_of, high_of = (_recipes_of_patterns(options, key) for key in ("recipe", "against"))
     plan, low = paths_of(options, config, "nvfp4")
