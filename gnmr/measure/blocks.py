@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +37,14 @@ class NotFollowed(Exception):
     """The blocks of a model cannot be run one by one; the message says why, in a few words."""
 
 
-def list_of_blocks(model: nn.Module) -> str:
-    """Return the name of the `nn.ModuleList` with the most parameters, or an empty name if there is none."""
-    lists = {name: lists for name, lists in model.named_modules() if isinstance(lists, nn.ModuleList)}
-    sizes = {name: sum(p.numel() for p in modules.parameters()) for name, modules in lists.items()}
-    return max(sizes, key=lambda name: sizes[name], default="")
+def named_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Return the blocks with their name: the `nn.ModuleList` with the most parameters; ("", an empty one) without."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()), default=("", nn.ModuleList()))
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """A copy of the model in which some operators are in low precision."""
 
     low: Collection[str]
@@ -79,8 +78,8 @@ class Blocks:
             NotFollowed: there are no blocks with these operators, a block stands in the list twice, or two blocks share
                 an operator.
         """
-        self.name = list_of_blocks(model)
-        self.modules: list[nn.Module] = [*cast(nn.ModuleList, model.get_submodule(self.name))] if self.name else []
+        self.name, blocks = named_blocks(model)
+        self.modules: list[nn.Module] = [*blocks]
         if len(set(self.modules)) < len(self.modules):
             raise NotFollowed(f"{self.name} has one block in several places")
         inside = [set(block.modules()) for block in self.modules]
@@ -99,7 +98,7 @@ class Blocks:
 
 
 class BlockByBlock:
-    """Outputs of a model for several arms, which go through its blocks side by side."""
+    """Outputs of a model for several variants, which go through its blocks side by side."""
 
     def __init__(
         self,
@@ -138,64 +137,64 @@ class BlockByBlock:
         """Called with the number of finished calls of blocks."""
         self.place_of = self.blocks.place_of()
 
-    def calls(self, batches: int, arms: Mapping[str, Arm], before: int | None = None) -> int:
+    def calls(self, batches: int, variants: Mapping[str, Variant], before: int | None = None) -> int:
         """Return the number of calls of blocks that `outputs` makes, in all blocks or in those `before` one."""
         end = len(self.blocks.modules) if before is None else before
-        return batches * (end + sum(max(0, end - self._first_block(arm)) for arm in arms.values()))
+        return batches * (end + sum(max(0, end - self._first_block(variant)) for variant in variants.values()))
 
     @torch.no_grad()
     def outputs(
         self,
         batches: Sequence[Any],
-        arms: Mapping[str, Arm],
+        variants: Mapping[str, Variant],
         first_place: int = 0,
         *,
         state: Path | None = None,
         around_exact: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[tuple[int, str | None, Any]]:
-        """Yield (number of the batch, arm, what `run` returns) for the exact model (None) and then for each arm.
+        """Yield (number of the batch, variant, what `run` returns), for the exact model (None) and then each variant.
 
         Args:
             batches: batches of token ids.
-            arms: the copies by name.
+            variants: the copies by name.
             first_place: number of the first batch, which seeds PyTorch's generator as in a pass of the whole model.
             state: a file that is written after each block, with which a measurement that was interrupted goes on. It is
-                for these batches, arms and weights alone, which the caller sees to.
+                for these batches, variants and weights alone, which the caller sees to.
             around_exact: returns a context for the calls of the exact model.
 
         Raises:
             NotFollowed: the model does something between its blocks, or hands on more than one tensor.
         """
         calls = [self.entering(batch, first_place + at) for at, batch in enumerate(batches)]
-        # Hidden states by batch and arm; an arm is there from the block of its first low operator on.
+        # Hidden states by batch and variant; a variant is there from the block of its first low operator on.
         exact = [hidden for hidden, _, _ in calls]
         copies: list[dict[str, Tensor]] = [{} for _ in batches]
-        births = {name: self._first_block(arm) for name, arm in arms.items()}
+        births = {name: self._first_block(variant) for name, variant in variants.items()}
         begin = 0
         if state is not None and state.exists():
-            begin = _load_state(state, exact, copies, [*arms])
-            self.advance(self.calls(len(batches), arms, before=begin))
+            begin = _load_state(state, exact, copies, [*variants])
+            self.advance(self.calls(len(batches), variants, before=begin))
         for place, block in enumerate(self.blocks.modules[begin:], begin):
             with self._loaded(place):
                 for at, (_, block_calls, _) in enumerate(calls):
-                    for name, arm in arms.items():
+                    for name, variant in variants.items():
                         if births[name] > place:
                             continue
-                        # The arm's low path in this block; a copy is born from the exact hidden states.
+                        # The variant's low path in this block; a copy is born from the exact hidden states.
                         hidden = copies[at].get(name, exact[at])
-                        with self._on_paths(place, arm):
+                        with self._on_paths(place, variant):
                             copies[at][name] = _hidden_of(block_calls[place](block, hidden), hidden)
                         self._after_call()
-                    with self._on_paths(place, Arm(())), around_exact():
+                    with self._on_paths(place, Variant(())), around_exact():
                         exact[at] = _hidden_of(block_calls[place](block, exact[at]), exact[at])
                     self._after_call()
-            if state is not None and not _save_state(state, place + 1, exact, copies, [*arms]):
+            if state is not None and not _save_state(state, place + 1, exact, copies, [*variants]):
                 state = None
         for at, (batch, (_, _, like)) in enumerate(zip(batches, calls, strict=True)):
             with around_exact():
                 result = self._tail(batch, first_place + at, exact[at], like)
             yield at, None, result
-            for name in arms:
+            for name in variants:
                 yield at, name, self._tail(batch, first_place + at, copies[at].pop(name), like)
 
     def backward(
@@ -245,19 +244,19 @@ class BlockByBlock:
                 self.advance(2)
         self.converted.end_step()
 
-    def _first_block(self, arm: Arm) -> int:
-        """Return the first block with an operator of the arm in low precision."""
-        return min(self.place_of[name] for name in arm.low)
+    def _first_block(self, variant: Variant) -> int:
+        """Return the first block with an operator of the variant in low precision."""
+        return min(self.place_of[name] for name in variant.low)
 
     @contextmanager
-    def _on_paths(self, place: int, arm: Arm) -> Iterator[None]:
-        """Put the operators of a block on the arm's paths."""
+    def _on_paths(self, place: int, variant: Variant) -> Iterator[None]:
+        """Put the operators of a block on the variant's paths."""
         operators = self.blocks.operators[place]
         before = [operator.low for operator in operators]
         try:
             for operator in operators:
-                operator.switch(operator.operator_name not in arm.low)
-                for gemm, name in arm.pins.get(operator.operator_name, {}).items():
+                operator.switch(operator.operator_name not in variant.low)
+                for gemm, name in variant.pins.get(operator.operator_name, {}).items():
                     recipe = self._recipes.get(name, operator.recovery)
                     assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
                     operator.low = operator.low.with_gemms({gemm: recipe})
@@ -294,7 +293,7 @@ class BlockByBlock:
                 if [torch.is_autocast_enabled(device) for device in devices] != autocast:
                     raise NotFollowed("`run` begins autocast, which blocks that are called outside of it would miss")
                 entering.append(hidden)
-                with self._loaded(0), self._on_paths(0, Arm(())), _unstubbed(self.blocks.modules[0]):
+                with self._loaded(0), self._on_paths(0, Variant(())), _unstubbed(self.blocks.modules[0]):
                     like.append(call(self.blocks.modules[0], hidden))
                 self.converted.end_step()
                 if not isinstance(like[0], Tensor | tuple):
@@ -374,7 +373,9 @@ def _refuse_handed_on(call: _BlockCall, like: Any) -> None:
         raise NotFollowed("a block reads more than the hidden states of the one before")
 
 
-def _save_state(file: Path, blocks: int, exact: list[Tensor], copies: list[dict[str, Tensor]], arms: list[str]) -> bool:
+def _save_state(
+    file: Path, blocks: int, exact: list[Tensor], copies: list[dict[str, Tensor]], variants: list[str]
+) -> bool:
     """Write the hidden states after this number of blocks, beside the file and renamed; warn if there is no room.
 
     A long measurement is worth more than its state, so it goes on without one. Returns whether it was written.
@@ -383,7 +384,7 @@ def _save_state(file: Path, blocks: int, exact: list[Tensor], copies: list[dict[
     from safetensors.torch import save_file
 
     tensors = {f"{at}": hidden for at, hidden in enumerate(exact)}
-    tensors |= {f"{at} {arms.index(name)}": hidden for at, of in enumerate(copies) for name, hidden in of.items()}
+    tensors |= {f"{at} {variants.index(name)}": hidden for at, of in enumerate(copies) for name, hidden in of.items()}
     contiguous = {key: hidden.contiguous() for key, hidden in tensors.items()}
     beside = file.with_name(f".{file.name}.writing")
     try:
@@ -396,7 +397,7 @@ def _save_state(file: Path, blocks: int, exact: list[Tensor], copies: list[dict[
     return True
 
 
-def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]], arms: list[str]) -> int:
+def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]], variants: list[str]) -> int:
     """Put in the hidden states of a file, and return the number of blocks that they have passed."""
     from safetensors import SafetensorError, safe_open
 
@@ -406,9 +407,9 @@ def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]]
         return 0
     with state as opened:
         for key in opened.keys():  # noqa: SIM118
-            at, _, arm = key.partition(" ")
-            if arm:
-                copies[int(at)][arms[int(arm)]] = opened.get_tensor(key)
+            at, _, variant = key.partition(" ")
+            if variant:
+                copies[int(at)][variants[int(variant)]] = opened.get_tensor(key)
             else:
                 exact[int(at)] = opened.get_tensor(key)
         return int(opened.metadata()["blocks"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import warn
 from gnmr.formats import Recipe
-from gnmr.measure.blocks import Arm, BlockByBlock, NotFollowed
+from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.model_output import Output, output_of
 from gnmr.names import Pins
@@ -142,11 +142,11 @@ class ForwardPasses:
         if self._total is not None:
             self._total += passes
 
-    def passes_of(self, batches: int, arms: Mapping[str, Arm]) -> int:
+    def passes_of(self, batches: int, variants: Mapping[str, Variant]) -> int:
         """Return the number of forward passes that `outputs` takes; a block is a part of one."""
         if self.blocks is None:
-            return batches * (1 + len(arms))
-        return math.ceil(self.blocks.calls(batches, arms) / len(self.blocks.blocks.modules))
+            return batches * (1 + len(variants))
+        return math.ceil(self.blocks.calls(batches, variants) / len(self.blocks.blocks.modules))
 
     def advance(self, passes: float) -> None:
         """Count finished passes; a block is a part of one."""
@@ -179,23 +179,23 @@ class ForwardPasses:
     def outputs(
         self,
         batches: Sequence[Any],
-        arms: Mapping[str, Arm],
+        variants: Mapping[str, Variant],
         before: int = 0,
         state: Path | None = None,
         around_exact: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Iterator[tuple[int, str | None, Output]]:
-        """Yield (number of the batch, arm, output) on the recovery path (None) and then for each arm, batch by batch.
+        """Yield (batch number, variant, output) batch by batch, on the recovery path (None) and then each variant.
 
         Args:
             batches: the batches.
-            arms: by name, the operators that are low, and their pins.
+            variants: by name, the operators that are low, and their pins.
             before: number of batches that were run before these.
             state: a file for the state of a long measurement, see `BlockByBlock.outputs`.
             around_exact: returns a context for the passes with every operator on the recovery path.
         """
         if self.blocks is not None:
             for number, name, result in self.blocks.outputs(
-                batches, arms, before, state=state, around_exact=around_exact
+                batches, variants, before, state=state, around_exact=around_exact
             ):
                 yield number, name, output_of(result, f"run of batch {before + number + 1}", trained=False)
             return
@@ -203,9 +203,9 @@ class ForwardPasses:
             with around_exact():
                 reference = self.reference(batch, before + number)
             yield number, None, reference
-            for name, arm in arms.items():
-                with self.pinned(arm.pins):
-                    yield number, name, self.forward(batch, before + number, low=arm.low)
+            for name, variant in variants.items():
+                with self.pinned(variant.pins):
+                    yield number, name, self.forward(batch, before + number, low=variant.low)
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path."""
@@ -247,16 +247,18 @@ class ForwardPasses:
         assert isinstance(self.converted.recovery, Recipe)
         exact = self.converted.recovery.fprop
         rescues = [name for name, recipe in self.rescues.items() if recipe.fprop != exact]
-        arms = {"all": Arm(names)} | {f" {name}": Arm([name]) for name in names}
-        arms |= {f"{rescue} {name}": Arm([name], {name: {"fprop": rescue}}) for rescue in rescues for name in names}
+        variants = {"all": Variant(names)} | {f" {name}": Variant([name]) for name in names}
+        variants |= {
+            f"{rescue} {name}": Variant([name], {name: {"fprop": rescue}}) for rescue in rescues for name in names
+        }
         counting = Counting(self.model, self.converted.operators)
-        kls: dict[str, list[np.ndarray]] = {name: [] for name in arms}
+        kls: dict[str, list[np.ndarray]] = {name: [] for name in variants}
         high: list[Output] = []
         low: list[float] = []
-        last_arm = [*arms][-1]
-        self.expect(self.passes_of(len(batches), arms) + len(batches))
-        for number, arm, output in self.outputs(batches, arms, state=state):
-            if arm is None:
+        last_variant = [*variants][-1]
+        self.expect(self.passes_of(len(batches), variants) + len(batches))
+        for number, variant, output in self.outputs(batches, variants, state=state):
+            if variant is None:
                 where = f"run of batch {number + 1}"
                 _refuse_without_kl(output, where)
                 output.refuse_not_finite(where, self.model)
@@ -265,10 +267,10 @@ class ForwardPasses:
             output_high = high[number]
             kl = output_high.kl_to(output)
             assert kl is not None
-            kls[arm].append(kl)
-            if arm == "all":
+            kls[variant].append(kl)
+            if variant == "all":
                 low.append(output.loss_value)
-            if arm == last_arm:
+            if variant == last_variant:
                 high[number] = replace(output_high, logits=None, targets=None)  # another batch comes
         # In passes of their own, because a measurement that goes on does not see the blocks before.
         for _ in self.outputs(batches, {}, around_exact=counting.all):
@@ -279,8 +281,8 @@ class ForwardPasses:
         )
         costs = []
         for number, output in enumerate(high):
-            means = {arm: kls[arm][number].sum(axis=0) for arm in arms}
-            nats = {arm: float(kl / tokens) for arm, (kl, tokens) in means.items()}
+            means = {variant: kls[variant][number].sum(axis=0) for variant in variants}
+            nats = {variant: float(kl / tokens) for variant, (kl, tokens) in means.items()}
             rescued = np.array([[nats.get(f"{rescue} {name}", 0.0) for name in names] for rescue in self.rescues])
             costs.append(
                 BatchCosts(

@@ -32,7 +32,7 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Cast
-from gnmr.measure.blocks import Arm
+from gnmr.measure.blocks import Variant
 from gnmr.measure.coverage import Coverage
 from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
 from gnmr.measure.gemm_costs import (
@@ -674,15 +674,15 @@ class _Measurement:
             choices |= {"plan": [plan], **diagnosis.alternatives}
             choices |= {f"{choice.extra}": [choice] for choice in curve}
         pins_of = {repr(choice.pins): choice.pins for draws in choices.values() for choice in draws}
-        arms = {key: Arm(self.passes.all_low, pins) for key, pins in pins_of.items()}
-        self.passes.expect(self.passes.passes_of(len(batches), arms) + 1)
+        variants = {key: Variant(self.passes.all_low, pins) for key, pins in pins_of.items()}
+        self.passes.expect(self.passes.passes_of(len(batches), variants) + 1)
         # The losses and KLs of each choice on each batch.
         high: list[float] = []
         terms: list[int] = []
-        low: dict[str, list[float]] = {key: [] for key in arms}
-        kls: dict[str, list[Any]] = {key: [] for key in arms}
+        low: dict[str, list[float]] = {key: [] for key in variants}
+        kls: dict[str, list[Any]] = {key: [] for key in variants}
         reference: Output | None = None
-        for number, key, output in self.passes.outputs(batches, arms, before, self._state_file("held_out")):
+        for number, key, output in self.passes.outputs(batches, variants, before, self._state_file("held_out")):
             if key is None:
                 reference = output
                 high.append(reference.loss_value)

@@ -14,7 +14,7 @@ from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.errors import UserError
 from gnmr.formats import RECIPES
 from gnmr.lab.models.stored import open_stored
-from gnmr.measure.blocks import Arm, BlockByBlock, Blocks, NotFollowed
+from gnmr.measure.blocks import BlockByBlock, Blocks, NotFollowed, Variant
 from gnmr.measure.model_output import output_of
 from gnmr.measure.operand_errors import measure_errors
 from gnmr.measure.price import PRICES, Sequences, measure_prices
@@ -40,9 +40,9 @@ def token_ids(sequences: int = 2) -> Tensor:
 
 
 def logits_by_arm(
-    runner: BlockByBlock, batches: list[Tensor], arms: dict[str, Arm]
+    runner: BlockByBlock, batches: list[Tensor], variants: dict[str, Variant]
 ) -> dict[tuple[int, str | None], Tensor]:
-    return {(batch, arm): logits for batch, arm, logits in runner.outputs(batches, arms)}
+    return {(batch, variant): logits for batch, variant, logits in runner.outputs(batches, variants)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,8 +57,8 @@ def test_every_operator_alone_is_as_in_a_pass_of_the_whole_model(family: str) ->
     names = [operator.operator_name for operator in converted.operators]
     some = {name: {"fprop": "mxfp8"} for name in names[::2]}
     runner = BlockByBlock(converted, model, run, recipes={"mxfp8": RECIPES["mxfp8"]})
-    arms = {name: Arm([name]) for name in names} | {"all": Arm(names), "plan": Arm(names, some)}
-    by_blocks = logits_by_arm(runner, batches, arms)
+    variants = {name: Variant([name]) for name in names} | {"all": Variant(names), "plan": Variant(names, some)}
+    by_blocks = logits_by_arm(runner, batches, variants)
     changed = 0
     with torch.no_grad():
         for at, tokens in enumerate(batches):
@@ -142,11 +142,11 @@ def test_blocks_from_disk_compute_as_the_model_in_memory(family: str, tmp_path: 
             weights=None if model is in_memory else weights.read,
         )
         names = [operator.operator_name for operator in converted.operators]
-        arms = {name: Arm([name]) for name in names} | {"all": Arm(names)}
-        outputs.append(logits_by_arm(runner, [token_ids()], arms))
+        variants = {name: Variant([name]) for name in names} | {"all": Variant(names)}
+        outputs.append(logits_by_arm(runner, [token_ids()], variants))
     assert outputs[0].keys() == outputs[1].keys()
-    for arm, logits in outputs[0].items():
-        assert torch.equal(logits, outputs[1][arm]), arm
+    for variant, logits in outputs[0].items():
+        assert torch.equal(logits, outputs[1][variant]), variant
     blocks = Blocks(on_disk, converted.operators).modules
     assert all(parameter.is_meta for block in blocks for parameter in block.parameters())
 
@@ -200,6 +200,6 @@ def test_a_model_that_cannot_be_followed_says_why(kind: str, why: str) -> None:
     converted.end_step()
     with pytest.raises(NotFollowed, match=why):
         runner = BlockByBlock(converted, model, model)
-        list(runner.outputs([torch.arange(8)[None]], {"first": Arm([converted.operators[0].operator_name])}))
+        list(runner.outputs([torch.arange(8)[None]], {"first": Variant([converted.operators[0].operator_name])}))
     assert torch.equal(model(torch.arange(8)[None]), before)
     assert all("forward" not in vars(block) for block in model.blocks)

@@ -20,7 +20,7 @@ from gnmr.lab.config.model import AdapterConfig, ModelConfig
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import Llama, pretrained
 from gnmr.lab.models.pretrained import add_adapter, as_hugging_face, empty, fingerprint, load, max_length, save
-from gnmr.lab.train.build import blocks_of
+from gnmr.measure.blocks import named_blocks
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
@@ -203,7 +203,7 @@ def test_a_causal_model_of_any_family_is_read(family: str, tmp_path: Path) -> No
     shapes = {name: p.shape for name, p in empty(str(tmp_path / "hf"), torch.float32).named_parameters()}
     assert shapes == {name: p.shape for name, p in ours.named_parameters()}
     assert all(p.is_meta for p in empty(str(tmp_path / "hf"), torch.float32).parameters())
-    assert len(blocks_of(ours)) == 2 and max_length(ours) >= 128
+    assert len(named_blocks(ours)[1]) == 2 and max_length(ours) >= 128
     positions, other = torch.arange(16) % 8, TOKENS[:1].clone()  # two documents
     other[0, 0] += 1  # of the first document
     with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gnmr.errors import UserError
 from gnmr.lab.models.pretrained import check_files, local, need, open_config, quiet
-from gnmr.measure.blocks import list_of_blocks
+from gnmr.measure.blocks import named_blocks
 
 
 class NotReadByBlocks(UserError):
@@ -112,7 +112,7 @@ def open_stored(checkpoint: str, dtype: torch.dtype | None, device: torch.device
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         weights = StoredWeights(local(checkpoint, checkpoint), model)
     model.config.use_cache = False
-    blocks = f"{list_of_blocks(model)}."
+    blocks = f"{named_blocks(model)[0]}."
     kept = model.state_dict()
     tensors: Mapping[str, Tensor] = dict(model.named_parameters()) | {
         name: buffer for name, buffer in model.named_buffers() if name in kept

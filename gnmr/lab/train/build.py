@@ -40,6 +40,7 @@ from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.wrap import Wrapped, refuse_compression, wrap
+from gnmr.measure.blocks import named_blocks
 from gnmr.measure.coverage import count
 from gnmr.plan.pin_plan import read_plan
 
@@ -189,7 +190,7 @@ def build_parts(
         if training.export_hf:
             pretrained.need("transformers", "training.export_hf=true")
         if training.compile:
-            between = converted.compile(blocks_of(model))
+            between = converted.compile(named_blocks(model)[1])
             place = (
                 "in the graphs, a block type's for each path" if between is None else f"between the graphs: {between}"
             )
@@ -202,7 +203,7 @@ def build_parts(
         stress.append(faults)
     # The model as all processes run it. Wrapping comes after conversion, because FSDP2 replaces the parameters.
     partly = isinstance(model, models.Decoder) and bool(model.experts())
-    wrapped = wrap(model, blocks_of(model), config.parallel, world, device, compressed, partly)
+    wrapped = wrap(model, named_blocks(model)[1], config.parallel, world, device, compressed, partly)
     controller.follow()  # FSDP2 has replaced the parameters
     if converted.shared.amax is not None:
         converted.shared.amax.come(wrapped.workers)  # this includes virtual workers
@@ -499,12 +500,6 @@ def build_converted(
     """Give the model's linears the paths of the config. Raises UserError like `gnmr.conversion.converting`."""
     with as_user_error("paths: "):
         return convert(model, paths, seed=seed, device=device)
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """Return the transformer blocks of any model: the module list with the most parameters."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=nn.ModuleList())
 
 
 # ---- settings that do not fit together ----

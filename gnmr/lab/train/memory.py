@@ -15,7 +15,7 @@ import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from gnmr.lab.config import Config, ModelConfig
 from gnmr.lab.config.model import LLAMAS
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models import pretrained
-from gnmr.measure.blocks import list_of_blocks
+from gnmr.measure.blocks import named_blocks
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _IMPORTS, _PER_INPUT, _PER_LOGIT = 400_000_000, 23, 36
@@ -178,7 +178,7 @@ def refuse_blocks(
         UserError: this is more memory than there is.
     """
     size = next(parameter.element_size() for parameter in model.parameters() if not parameter.is_meta)
-    blocks = cast(nn.ModuleList, model.get_submodule(list_of_blocks(model)))
+    _, blocks = named_blocks(model)
     of_block = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     copies = operators * recipes + 1  # one has everything low
     around = sum(p.numel() for p in model.parameters() if not p.is_meta)
