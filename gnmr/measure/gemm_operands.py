@@ -25,6 +25,7 @@ def inputs_on(
 
     GEMMs that the path leaves exact are missing.
     """
+    # fprop contracts the input over its columns, x W^T, and wgrad over its rows, dy^T x: scales lie along `dim`.
     measured, inputs = rows[chosen], {}
     for gemm, dim in (("fprop", 1), ("wgrad", 0)):
         if gemm not in gemms:
@@ -85,8 +86,10 @@ def _cast(
 ) -> Tensor:
     """Return `rows` (n, D) of a `tensor` (T, D) in `cast`, float32, with their scales in the whole tensor."""
     reference, outlier_columns = _reference(operator, operand, cast), outliers(cast, tensor)
+    # Outlier columns stay in 16 bits, so they must not widen the scales of the other columns.
     if outlier_columns is not None:
         tensor, rows, uncast = tensor.masked_fill(outlier_columns, 0), rows.masked_fill(outlier_columns, 0), rows
+    # A scale of the whole tensor comes from all rows, not from the measured ones alone.
     if cast.group(dim) == (None, None) or (cast.two_levels and not cast.hadamard):
         reference = partial(_scale_of_whole, largest_magnitude(tensor.float(), (0, 1)), reference)
     values = quantize(rows, cast, dim, reference, generator)[0].float()
@@ -137,6 +140,7 @@ class PathOperands:
         cast, dim = self.of(gemm).weight, 1 if gemm == "fprop" else 0
         if cast is None or not self._operator.weight.is_floating_point():
             return self._weight
+        # A cast without a direction gives fprop and dgrad the same weight, so it is made once.
         key = cast, dim if cast.directed else None
         if key not in self._weights:
             self._weights[key] = _cast(self._operator, "weight", self._weight, self._weight, cast, dim)

@@ -179,12 +179,15 @@ def choose(
     before = math.fsum(bundle.low for bundle in bundles)
     quick, bound = _greedy(bundles, room, enough)
     greedy = _choice(bundles, quick, prices, times, low)
+    # If the greedy choice cannot reach `enough` within the budget, the fewest nats are the goal again.
     most_left = None if enough is None or greedy.after > enough else enough
     options = [(at, option) for at, bundle in enumerate(bundles) for option in bundle.options]
     if not options or (before <= most_left if most_left is not None else greedy.after - bound <= GAP * before):
         return greedy
+    # 0-1 program: x_o = 1 if option o is taken, at most one option of each bundle; none means the low recipe.
     seconds, saved = (np.array([getattr(option, field) for _, option in options]) for field in ("time", "saved"))
     longest, unit = seconds.max() if seconds.max() > 0 else 1.0, saved.max()
+    # The solver's tolerances are absolute, so times and savings are scaled to a largest value of 1.
     seconds, room = seconds / longest, room / longest
     one_each = csr_array((np.ones(len(options)), ([at for at, _ in options], range(len(options)))))
     rules = [LinearConstraint(one_each, ub=1)]
@@ -198,8 +201,10 @@ def choose(
     solution = milp(goal, integrality=np.ones(len(options)), bounds=Bounds(0, 1), constraints=rules, options=limits)
     if solution.x is None:
         return greedy
+    # The solver returns floats, which are integers up to its tolerance.
     taken = {at: option for (at, option), x in zip(options, solution.x, strict=True) if x > 0.5}
     exact = _choice(bundles, taken, prices, times, low)
+    # After its time limit the solver may return less than the greedy choice has.
     return min((exact, greedy), key=lambda choice: choice.after if most_left is None else choice.extra)
 
 
@@ -391,6 +396,7 @@ def _greedy(bundles: Sequence[_Bundle], room: float, enough: float | None) -> tu
             number[step.bundle] += 1
             spent, remaining = spent + step.time, remaining - step.more
         elif bound is None:
+            # Linear relaxation: the first step that does not fit is taken in part. No choice leaves less.
             bound = remaining - step.steepness * (room - spent)
     return taken, remaining if bound is None else bound
 

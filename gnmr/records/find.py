@@ -44,6 +44,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
         if not inside:
             raise UserError(f"{path}: no run in it (a run folder holds config.yaml and steps.jsonl or header.json)")
         for folder in inside:
+            # Two paths may lead to one run, which counts once.
             runs.setdefault(folder.resolve(), folder)
     return list(runs.values())
 
@@ -59,6 +60,7 @@ def changed(run: Path) -> float:
 
 def named(place: str, root: str | Path = "runs") -> str:
     """Return the place, or for the word `latest` the latest run below `root`. Raises UserError if there is none."""
+    # A folder of the user that has this name comes before the word.
     if place != LATEST or os.path.lexists(place):
         return place
     if not Path(root).is_dir():
@@ -89,6 +91,7 @@ def last_step(folder: Path) -> int:
     try:
         with (folder / "steps.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            # The last piece is empty or a row that a kill cut short, so the last complete row is the one before.
             return int(json.loads(file.read().split(b"\n")[-2])["step"])
     except (OSError, IndexError, ValueError):
         return 0

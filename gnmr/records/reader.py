@@ -57,11 +57,13 @@ def iter_jsonl(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             with reading(f"{path}, line {number}"):
                 if len(line) > MAX_ROW:
                     raise ValueError(f"a row of more than {MAX_ROW:,} bytes")
+                # Within the bound, only the last line of a file can lack its end.
                 if not line.endswith(b"\n"):
                     return
                 if (row := _object(line)) is None:
                     raise ValueError("not a JSON object")
                 after = row.get("step")
+                # `type` and not isinstance, because True is an int.
                 if type(after) is not int or not max(0, step + apart) <= after <= MAX_STEP:
                     raise ValueError(f"step {after!r:.40} comes after step {step}")
             step, end = after, end + len(line)
@@ -143,6 +145,7 @@ def open_units(path: Path) -> Iterator[tuple[pa.RecordBatch, int]]:
     with reading(path):
         ends = list(_batch_ends(data))
         if ends:
+            # The slice keeps pyarrow from reading into a torn message.
             stream = pa.ipc.open_stream(data.slice(0, ends[-1]))
             for end in ends:
                 yield stream.read_next_batch(), end

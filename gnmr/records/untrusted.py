@@ -41,6 +41,7 @@ def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:
         linked = isinstance(error, OSError) and error.errno == errno.ELOOP
         why = "is a symbolic link" if linked else getattr(error, "strerror", None) or str(error)
         raise Damaged(f"{path}: cannot be read ({why})") from error
+    # The size is that of the open file, because the name may stand for another one by now.
     if (size := os.fstat(file.fileno()).st_size) > most:
         file.close()
         raise Damaged(f"{path}: cannot be read ({size:,} bytes, {most:,} are the most)")
@@ -55,6 +56,7 @@ def exists(path: Path) -> bool:
 def content(path: Path, most: int = MAX_OBJECT) -> bytes:
     """Return the content of a file that `opened` opens."""
     with opened(path, most) as file:
+        # The bound holds here too, because the file may have grown since it was opened.
         return file.read(most)
 
 
@@ -65,6 +67,7 @@ def bounded(tree: Any, room: int = MAX_DEPTH) -> Any:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
         for item in tree.values() if isinstance(tree, dict) else tree:
             bounded(item, room - 1)
+    # Python's integers have no bound, but the arrays that a reader puts them into have.
     elif isinstance(tree, int) and tree.bit_length() > 64:
         raise ValueError("a number beyond 64 bits")
     return tree
