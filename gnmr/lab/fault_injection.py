@@ -145,12 +145,14 @@ class Fault:
         scale[hit] = self._scale(scale[hit], None if largest is None else scale_under(cast, largest))
 
         wide = x.float()
+        # With two levels, the scale of a small group may round to 0: its elements become zeros, not 0 / 0.
         scaled = torch.where(scale == 0, 0, over_scale(wide, scale, cast)) if cast.two_levels else wide / scale
         self._add_noise(scaled, hit, fmt, generator)
         saturated = (scaled.abs() > fmt.max * BEYOND).sum()
         scaled.clamp_(-fmt.max, fmt.max)
         flipped = None
         if self.kind == "bit_flip":
+            # A flip acts on codes, which this cast does not store, so the hit rows are encoded and decoded.
             flipped = fmt.decode(_flipped(fmt.encode(scaled[hit]), fmt.bits, generator), torch.float32)
         elif self.kind in ("nan", "inf"):
             scale.index_fill_(0, hit, float(self.kind))
@@ -234,6 +236,7 @@ class Injector:
         """Return the largest magnitude of the previous steps, or of the current step if there are none."""
         if self._history is None:
             return None
+        # Entry 0 is the step under way, the others are the previous steps.
         before = self._history[1:].amax()
         return torch.where(before > 0, before, self._history[0]).float()
 
@@ -308,6 +311,7 @@ class FaultSchedule:
 
     def begin_step(self, step: int) -> None:
         """Arm the faults of `step` and disarm all others. Does not wait for the device."""
+        # A new step moves the history by one; a step that is computed again leaves it as it is.
         if self._history is not None and step != self._step:
             self._history.copy_(self._history.roll(1, dims=1))
             self._history[:, 0] = 0
@@ -324,6 +328,7 @@ class FaultSchedule:
         `take_largest` reduces a tensor to its maximum over the processes, in place.
         """
         if self._history is not None:
+            # Each process sees its own tokens, but all must derive the same stale scale.
             take_largest(self._history[:, 0])
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -57,6 +57,7 @@ class ControllerConfig(Rules):
         if self.name is None:
             signal = "gnmr" if self.signal == "gnmr_delta" else cls or module
             object.__setattr__(self, "name", signal + ("-ranked" if self.routing == "ranked" else ""))
+        # These have keys of their own; only a custom signal may have options of the same names.
         for key in ("alpha", "beta", "delta"):
             right = key not in self.options or colon != ""
             require(right, f"options.{key}", self.options.get(key), f"is controller.{key}")

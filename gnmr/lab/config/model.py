@@ -101,6 +101,7 @@ class ModelConfig:
         heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name in LLAMAS
         divides = self.hidden_size % heads == 0
         require(divides, "hidden_size", self.hidden_size, f"model.num_heads={heads} does not divide it")
+        # Channel i of a head rotates with channel i + K/2.
         sound = not llama or self.hidden_size // heads % 2 == 0
         require(sound, "num_heads", heads, "the rotary embedding needs an even width per head")
         if kv_heads is not None:

@@ -109,6 +109,7 @@ class OptimConfig:
         sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
         require(sound, "betas", self.betas, "two numbers from 0 to 0.999999")
         within(0, 1e3, weight_decay=self.weight_decay)
+        # Decay multiplies weights by 1 - lr * weight_decay, which must not change their sign.
         sound = self.lr * self.weight_decay <= 1
         require(sound, "weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
         within(0, 1, **fields(self, "warmup_frac", "min_lr_frac"))

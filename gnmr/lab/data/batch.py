@@ -32,6 +32,7 @@ class Batch:
     @classmethod
     def of_sequences(cls, sequence: Tensor) -> Batch:
         """Return the batch of `sequence` (B, T + 1) int64, one document each. All tokens but the first are targets."""
+        # The number is known from the shape; counting the targets would wait for a GPU.
         return cls(sequence[:, :-1], sequence[:, 1:], num_targets=sequence[:, 1:].numel())
 
     def to(self, device: torch.device | str) -> Batch:

@@ -73,6 +73,7 @@ class TokenFile:
         start, stop, _ = positions.indices(len(self))
         size = max(stop - start, 0) * self.dtype.itemsize
         raw = os.pread(self._fd, size, start * self.dtype.itemsize)
+        # Compared after the read, so that no change before or during it goes unnoticed.
         if len(raw) != size or self._state() != self._seen:
             raise RunFailed(
                 f"{self.file}: changed while it was in use; start the run again, which prepares the data anew and "
@@ -177,6 +178,7 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
         with tempfile.TemporaryDirectory(prefix=hidden, dir=cache, ignore_cleanup_errors=True) as temporary:
             new = Path(temporary, "new")
             new.mkdir()  # the permissions of the temporary folder would exclude other users of a shared cache
+            # Another process may build the same folder: look before the long build, and again after it.
             if (corpus := _opened_or_moved(folder, Path(temporary, "before"))) is not None:
                 return corpus
             build(new)

@@ -416,6 +416,7 @@ def library_files(tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
         raise UserError(f"{where}: {root} holds no .py files; use data.name=text data.path=FOLDER")
     splits: dict[str, list[str]] = {TRAIN: [], VALIDATION: []}
     for name in sorted(names):
+        # A hash of the name keeps a file's split when other files come or go.
         held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0
         splits[VALIDATION if held_out else TRAIN].append(name)
     paths_of = {split: [root / name for name in names] for split, names in splits.items()}

@@ -42,6 +42,7 @@ class Packing:
         """Pack `documents`. Raises UserError if the examples of `split` have fewer than `least` inputs."""
         ends = np.asarray(documents.borders[:, 0])
         begins = np.concatenate([[0], ends[:-1]])
+        # A document of n tokens has n - 1 targets, which are cut into pieces of at most seq_len.
         targets = np.maximum(ends - begins - 1, 0)
         counts = -(-targets // seq_len)
         owner = np.repeat(np.arange(len(ends)), counts)
@@ -65,6 +66,7 @@ class Packing:
             )
         sequence = [*range(has_target.sum())] if documents.alone else _best_fit(size[has_target].tolist(), seq_len)
         self.num_sequences = max(sequence, default=-1) + 1
+        # Pieces are sorted by sequence; sequence s has those from _bounds[s] to _bounds[s + 1].
         order = np.argsort(sequence, kind="stable")
         self._pieces = np.stack([start[has_target], size[has_target], first[has_target]], axis=1)[order]
         self._bounds = np.searchsorted(np.asarray(sequence)[order], np.arange(self.num_sequences + 1))
@@ -100,6 +102,7 @@ class Packing:
                 targets[row, at + without : at + size] = ids[1 + without :]
                 positions[row, at : at + size] = np.arange(size)
                 at += size
+            # Padding counts from 0 again, so that it is a document of its own.
             positions[row, at:] = np.arange(self._seq_len - at)
         begun = None if self._documents.alone else torch.from_numpy(positions)
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), begun)
@@ -112,6 +115,7 @@ def _best_fit(sizes: list[int], capacity: int) -> list[int]:
     waiting: dict[int, deque[int]] = {}  # room -> sequences with this room, in the order in which they reached it
     rooms: list[int] = []  # the sorted keys of `waiting`
     for size in sizes:
+        # The least room that suffices.
         at = bisect_left(rooms, size)
         if at == len(rooms):
             room, sequence, number = capacity, number, number + 1

@@ -81,6 +81,7 @@ class SequenceOrder:
         Raises UserError if the position is outside of this corpus, or if this NumPy draws another order.
         """
         self._place(state["epoch"], state["position"])
+        # In another order, the rest of the epoch would repeat some sequences and leave out others, unnoticed.
         drawn = self._digest()
         if state.get("order", drawn) != drawn:
             raise UserError(

@@ -142,6 +142,7 @@ class Controls:
         special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         named = {number: tokenizer.id_to_token(number) or "" for number in (*special, end)}
         long = {number: name for number, name in named.items() if len(name) > 1}
+        # Longer names first, because a regular expression takes the first alternative that matches.
         names = sorted(long.values(), key=len, reverse=True)
         return cls(re.compile("|".join(map(re.escape, names)) or "(?!)"), frozenset(long))
 

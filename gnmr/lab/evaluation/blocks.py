@@ -81,6 +81,7 @@ def blocks_of(
         raise UserError(
             f"{where}: has {len(pool)} blocks of {length} tokens and needs {least}; use more text, or a smaller block"
         )
+    # The seed is fixed: every diagnosis of a subject reads the same batches.
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))[: num_batches * blocks_per_batch]
     positions = None if pool.positions is None else pool.positions[order]
     all_batches = Batch(pool.tokens[order], pool.targets[order], positions).split(blocks_per_batch)

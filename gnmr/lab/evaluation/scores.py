@@ -136,6 +136,7 @@ def _scored(parts: Parts, name: str) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
 
     config, from_scratch = parts.config.scores, parts.config.model.checkpoint is None
+    # Our models have no mask (`_Live.generate`), so prompts must not be padded to a common length.
     size = 1 if from_scratch and name == "gsm8k" else config.batch_size
     lm = HFLM(_Live(parts), backend="causal", tokenizer=_tokenizer(parts), batch_size=size)
     manager, tasks = _loaded(parts, name)
@@ -168,7 +169,9 @@ def token_perplexity(lm: Any, pages: list[str]) -> float:
     size = min(BLOCK, lm.max_length)
     blocks = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)] or [tokens]
     likelihoods = lm._loglikelihood_tokens([(("", ""), block[:1], block[1:]) for block in blocks])
+    # Blocks have equal lengths, so the mean of their means is the mean over tokens.
     means = [-value / (len(block) - 1) for block, (value, _) in zip(blocks, likelihoods, strict=True)]
+    # exp overflows above 709.
     return math.exp(min(float(np.mean(means)), 700.0))
 
 

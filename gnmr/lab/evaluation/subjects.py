@@ -143,6 +143,7 @@ def _run(folder: Path, device: torch.device) -> Subject:
         return _fine_tuned(folder, config, device)
     corpus = _corpus(folder, config)
     refuse_run(config, device, corpus.vocab_size)
+    # Nothing is initialized, because load_model overwrites every weight.
     with torch.device("meta"):
         model = models.build(config.model, corpus.vocab_size, config.training.seq_len)
     model.to(getattr(torch, config.training.dtype)).to_empty(device=device)

@@ -61,6 +61,7 @@ class Rotary(nn.Module):
     def _compute(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         # Angle of position t and channel pair i: t theta^(-2i/K).
         exponent = torch.arange(0, self.head_width, 2, dtype=torch.float32, device="cpu") / self.head_width
+        # The CPU computes the angles for every device, so the tables do not depend on a device's cos and sin.
         position = torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu")
         angle = torch.outer(position, 1.0 / self.theta**exponent).unsqueeze(1)
         cos, sin = angle.cos(), angle.sin()

@@ -42,9 +42,11 @@ class Headline(NamedTuple):
 
 def headline(comparison: Comparison) -> Headline:
     """Return the sentence and the figures that a report begins with."""
+    # Of several pairs of bounds, the sentence is about the one with the most routed arms between them.
     bounds = max(comparison.bounds, key=lambda bounds: len(_routed(bounds.between)), default=None)
     routed, best = _routed(comparison.arms), None
     if bounds is not None and (between := _routed(bounds.between)):
+        # The largest share comes first, and arms without a known share come last.
         routed = sorted(between, key=lambda arm: -_share(comparison, arm, -math.inf))
         best = routed[0]
     if len(comparison.arms) == 1:

@@ -94,6 +94,7 @@ def _matrices(model: nn.Module, spec: GreedyLoreSpec, targets: Sequence[str]) ->
     chosen, unmatched = select(modules, listed("targets", targets))
     if unmatched:
         raise ValueError(f"targets: no module matches {unmatched[0]!r}; patterns of modules to compress, as '*_proj'")
+    # A tied head is the embedding's parameter itself, so identity finds it under either name.
     embeddings = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
     matrices: dict[str, _Matrix] = {}
     for name in chosen:
@@ -262,10 +263,12 @@ class GreedyLore:
 
     def _end_step(self) -> None:
         """Take over E and the bases of the step, unless a mean of it is not finite."""
+        # The hook runs once per bucket; one bucket that is not finite discards the state of the whole step.
         finite = torch.stack(self._finite).all()
         for name, held_back in self._new_held_back.items():
             self._held_back[name] = torch.where(finite, held_back, self._held_back[name])
         for name, basis in self._new_bases.items():
+            # A first basis is taken in any case: it is finite (`nan_to_num` in `_reduce`), and low steps need one.
             self._bases[name] = torch.where(finite, basis, self._bases[name]) if self._has_bases else basis
         self._has_bases |= bool(self._new_bases)
         self._new_held_back.clear()
@@ -358,11 +361,13 @@ class GreedyLore:
         scores = mean[len(names) :].split([self.matrices[name].rows for name in names])
         for name, score in zip(names, scores, strict=True):
             if name not in self._recovered:
+                # A stable sort resolves ties alike on all workers, so that all use the same P.
                 largest = score.square().sort(descending=True, stable=True).indices[: self.spec.rank]
                 columns[name] = self._bases[name][:, largest]
         return columns
 
     def _xi(self, name: str, like: Tensor) -> Tensor:
+        # All workers draw the same xi without communication; crc32 is equal in all processes, unlike hash().
         seed = zlib.crc32(f"{self.spec.seed} {self.t} {name}".encode())
         generator = torch.Generator(like.device).manual_seed(seed)
         return torch.randn(self.matrices[name].columns, generator=generator, device=like.device).to(like.dtype)
@@ -399,6 +404,7 @@ class GreedyLore:
                 shape = tuple(loaded[name].shape) if name in loaded else "nothing"
                 if name not in tensors or shape != tuple(tensors[name].shape[-2:]):
                     raise ValueError(f"state: what it holds of {name}, {shape}, does not fit this model")
+        # Ranks may have loaded different sets, so the next low step compares them.
         self.t, self.sent_total, self._changed = state["t"], state["sent_total"], True
         for name, basis in self._bases.items():
             self._bases[name] = state["bases"][name].to(basis.device, copy=True)

@@ -72,6 +72,7 @@ class SCALE(torch.optim.Optimizer):
             for p in parameters:
                 if not self.state[p]:
                     self.state[p] = self._first_state(p, group)
+            # Gains and biases have no rows to normalize along.
             self._adamw([p for p in parameters if p.ndim < 2], group)
             for p in parameters:
                 if p.ndim >= 2:
@@ -116,6 +117,7 @@ class SCALE(torch.optim.Optimizer):
             self._replace(average, direction)
         inputs = [d for d in range(p.ndim) if d != group["output_dim"]]
         if group["output_dim"] and is_sharded(p):  # sharded by rows, which are the inputs of an embedding
+            # Mean = sum of squares / tokens over the shards of all ranks; a replica is counted by one rank.
             counted = direction if counts(p) else direction[:0]
             squares = counted.square().sum(inputs, keepdim=True, dtype=torch.float64)
             mean = (DistributedRanks().sum({"squares": squares})["squares"] * (p.shape[1] / p.numel())).float()
@@ -140,6 +142,7 @@ def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
+    # The first of the two that exists: beside a separate head, the embedding is not treated as a head.
     below = ({id(p) for name, p in matrices if f".{head}." in f".{name}"} for head in ("lm_head", "embed_tokens"))
     heads = next(filter(None, below), set[int]())
     without_heads = [p for _, p in matrices if id(p) not in heads]

@@ -103,6 +103,7 @@ def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter
     if not any(is_sharded(p) for p in parameters):
         return norms
     if order == torch.inf:
+        # Replicas do not change a maximum, unlike a sum.
         DistributedRanks().take_largest(norms)
         return norms
     # Squares of shards add up; a replicated parameter is counted by one rank.
@@ -218,6 +219,7 @@ class GradientStabilizer(Transform):
         mean = self.gamma1 * self.state["mean"] + (1 - self.gamma1) * norms
         square = self.gamma2 * self.state["square"] + (1 - self.gamma2) * norms.square()
         target = mean / (1 - self.gamma1**count) / ((square / (1 - self.gamma2**count)).sqrt() + self.eps)
+        # Factor 1 where nothing was seen: dividing by a norm of 0 would make NaN of a zero gradient.
         scale_gradients(self.parameters, torch.where(seen, target / norms, 1.0))
         self.remember(seen, mean=mean, square=square, count=count)
         return None

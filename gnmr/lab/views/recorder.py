@@ -79,11 +79,13 @@ class Recorder:
         self._wandb.start(info, config, header, settings.wandb)
         if before:
             self._wandb.resume(info.folder, info.start_step)
+        # The view counts the promotions of the whole run, also those before a resumption.
         self._view.events(read_jsonl(info.folder / "events.jsonl"))
         self._view.start(info)
 
     def step(self, row: dict[str, Any], units: UnitRows | None) -> None:
         """Record a row of `STEP_FIELDS`; `units` is None for a run without units."""
+        # The file comes first, so that no view shows a row that is not recorded.
         self._writer.step(row)
         if units is not None and row["step"] % self._settings.units_every == 0:
             self._writer.units(units)
@@ -136,6 +138,7 @@ class Recorder:
         info = self._info
         try:
             self._summary = summary = self._writer.finish(status, reason, info.num_units, info.max_o, peak_memory_bytes)
+        # A run whose end was not recorded has not ended well; the second attempt writes that it failed.
         except RunFailed as error:
             if status != "failed":
                 self.finish("failed", str(error))
