@@ -219,6 +219,7 @@ class BlockByBlock:
         Raises:
             NotFollowed: see `outputs`.
         """
+        # Forward: only the hidden states that enter each block are kept.
         with torch.no_grad():
             hidden, calls, like = self.entering(batch, place)
             entering = []
@@ -230,11 +231,13 @@ class BlockByBlock:
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_()
             objective, by_sequence = objective_of(self._tail(batch, place, hidden, like))
+            # The head: dL/dh of what leaves the last block.
             (gradient,) = torch.autograd.grad(objective, hidden)
             del objective
             for at in reversed(range(len(self.blocks.modules))):
                 with self._loaded(at):
                     hidden = entering.pop().detach().requires_grad_()
+                    # The block runs again with a graph, as in activation checkpointing.
                     leaving = _hidden_of(calls[at](self.blocks.modules[at], hidden), hidden)
                     if sequences is not None and by_sequence is not None:
                         sequences.mark(

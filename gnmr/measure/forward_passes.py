@@ -265,6 +265,7 @@ class ForwardPasses:
                 high.append(output)
                 continue
             output_high = high[number]
+            # The reference of a batch comes before its variants, so that one pair of logits is held at a time.
             kl = output_high.kl_to(output)
             assert kl is not None
             kls[variant].append(kl)

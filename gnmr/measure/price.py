@@ -217,6 +217,7 @@ class PriceMeter:
 
         `share` is the rank's part of the step's loss. `terms` add up without a factor.
         """
+        # The sums hold squares of gradients, so a gradient that is `share` of the step's counts with its square.
         self._close_all()
         return self._sums * share**2
 
@@ -234,6 +235,7 @@ class PriceMeter:
         """
         self._close_all()
         totals, loss_tokens = (self._sums, self.terms) if summed is None else summed
+        # price_fprop = T/2 * sum of u^2, and for the backward GEMMs ||d||^2 / ||g||^2.
         sums = {name: totals[:, at] for at, (of, name) in enumerate(self._columns) if of in (path, "")}
         prices = {name: loss_tokens / 2 * sums[name] for name in _FPROP}
         for gemm in ("dgrad", "wgrad") if path in PATHS else ():
@@ -247,6 +249,7 @@ class PriceMeter:
 
         `grad_scale` is the loss scale in the gradients; `summed` is that of `by_operator`.
         """
+        # Nats are of second order in the gradient, relative errors of order 0: those do not see the loss scale.
         prices, by_path = {}, {path: self.by_operator(path, summed) for path in self.paths}
         for gemm, path in self._measured_gemms:
             value = self._of_units(by_path[path][gemm], gemm)
@@ -255,6 +258,7 @@ class PriceMeter:
         if "price" in self.names and self._saving == "fprop":
             prices["price"] = (prices["price_fprop"] - prices["price_fprop_recovery"]).clamp(min=0)
         elif "price" in self.names:
+            # What recovery saves of wgrad's squared error, as a share of the squared gradient of all operators.
             squares = (self._sums if summed is None else summed[0])[:, -1]
             saved = (by_path["low"]["wgrad"] - by_path["recovery"]["wgrad"]) * squares
             prices["price"] = self._of_units(saved, "wgrad").clamp(min=0) / squares.sum().clamp(min=TINY)
@@ -272,6 +276,7 @@ class PriceMeter:
         """
         if not output.requires_grad or input.numel() == 0 or operator.index not in self._place:
             return
+        # The operands of the forward GEMM on each path, for the measured tokens alone.
         dtype = autocast_dtype(input) or input.dtype
         rows = input.detach().reshape(-1, input.shape[-1]).to(dtype)
         paths = {name: path for name in self.paths if (path := getattr(operator, name)) is not None} | self.candidates
@@ -285,6 +290,7 @@ class PriceMeter:
             for name, path in paths.items()
             if isinstance(path, Recipe) and (columns_kept := outliers(path.fprop.input, rows)) is not None
         }
+        # Which rows belong together, and which call of the operator this is.
         length = input.shape[-2] if input.dim() > 2 else 1
         marks = [] if self.sequences is None else self.sequences.watch(output)
         self._called += 1
@@ -339,6 +345,7 @@ class PriceMeter:
         task = graph_task() if forward_pass.around is None else forward_pass.around
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(forward_pass.dtype)
         self._count_terms(forward_pass, task, grad_2d)
+        # What is exact: dx = dy W, and the weight's gradient dy^T x.
         dy, weight = grad_2d[forward_pass.chosen].float(), weight_of(operator, forward_pass.dtype, forward_pass.weight)
         dx = dy @ weight
         gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
@@ -354,6 +361,7 @@ class PriceMeter:
         squares: dict[tuple[str, str], Tensor] = {("", "dgrad_square"): _square(dx)}
         errors: dict[tuple[str, str], Tensor] = {} if gradient is None else {("", "wgrad_square"): gradient}
         for name, operands_of in casts.items():
+            # fprop: the inner products of dy with the error of the output.
             high = operands.get("recovery", exact) if self._against_recovery and name != "recovery" else exact
             if "fprop" in self.gemms and not (operands[name] is high is exact):
                 of_high = dx if high.weight is weight else dy @ high.weight
@@ -362,13 +370,16 @@ class PriceMeter:
                 squares[name, "fprop_elements"] = elements
             if name in self.candidates:
                 continue
+            # dgrad: d = Q(dy) Q(W) - dy W.
             if "dgrad" in self.gemms and operands_of.of("dgrad").casts:
                 product = operands_of.grad_output("dgrad", 1) @ operands_of.weight("dgrad")
                 error = result_in(product, operands_of.of("dgrad").result) - dx
                 squares |= {(name, "dgrad"): _square(error), (name, "dgrad_bias"): _inner(dx, error)}
+            # wgrad: d = Q(dy)^T Q(x) - dy^T x. It stays a matrix until all calls of the operator are added up.
             if gradient is not None and "wgrad" in forward_pass.inputs[name]:
                 product = operands_of.grad_output("wgrad", 0).t() @ forward_pass.inputs[name]["wgrad"]
                 errors[name, "wgrad"] = result_in(product, operands_of.of("wgrad").result) - gradient
+        # The measured tokens stand for all, so sums of squares grow by this factor, and errors by its root.
         scale = forward_pass.count / len(forward_pass.chosen)
         self.rows[place] += forward_pass.count
         self._measured.add(place)
@@ -381,6 +392,7 @@ class PriceMeter:
         self._add(place, squares, scale)
         calls = self._open.setdefault(place, _SummedCalls(task, {}))
         for key, error in errors.items():
+            # Errors by token add up only between calls that have the same tokens.
             rows = 0 if key[1] in ("fprop_sequence", "wgrad", "wgrad_square") else forward_pass.count
             before = calls.errors.get((*key, rows))
             error = error * scale**0.5
@@ -615,6 +627,7 @@ def _group_rows(path: ExecutionPath) -> int:
     """Return the number of tokens that share a scale; 1 if the scale is per token or per tensor."""
     if isinstance(path, Format):
         return 1
+    # wgrad contracts over tokens, so its groups hold several; tiles and blocks do so in any GEMM.
     casts = [(path.fprop.input, 1), (path.wgrad.input, 0), (path.dgrad.grad_output, 1), (path.wgrad.grad_output, 0)]
     return max((cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None), default=1)
 
@@ -636,16 +649,20 @@ def _fprop(
 
     The inner products are (n,) by token and (S,) by sequence; dx is dy times the weight of `high`.
     """
+    # The input's error: <dy W, Q(x) - x>, element by element.
     by_input = dx * (low.x - high.x)
     errors = {"fprop_input": by_input.sum(dim=1)}
     terms = by_input
+    # The weight's error, for the input that is in force: <dy (Q(W) - W), Q(x)>.
     if low.weight is not high.weight:
         by_weight = (dy @ (low.weight - high.weight)) * low.x
         errors["fprop_weight"], terms = by_weight.sum(dim=1), by_input + by_weight
     u, elements = terms.sum(dim=1), _square(terms)
+    # The error of a result that is cast itself: <dy, Q(y) - y>.
     if low.result is not None or high.result is not None:
         by_result = dy * (_result_error(forward_pass.bias, low) - _result_error(forward_pass.bias, high))
         u, elements = u + by_result.sum(dim=1), elements + _square(by_result)
+    # Errors of the tokens of a sequence are added up before they are squared; NaN where sequences are unknown.
     if sequence is None:
         by_sequence = u.new_full((1,), torch.nan)
     else:
