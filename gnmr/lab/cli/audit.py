@@ -135,6 +135,7 @@ def _linears(place: str, config: Config | None) -> ModelLinears:
     from gnmr.lab.models import pretrained
     from gnmr.plan.checkpoint_names import ModelLinears, linears_of
 
+    # An empty model on the meta device has all the names, so no weights are read.
     checkpoint = place if config is None else config.model.checkpoint
     if checkpoint is not None:
         return linears_of(pretrained.empty(checkpoint, torch.bfloat16, place), checkpoint)
@@ -195,6 +196,7 @@ def _as_trained(subject: Subject, config: Config) -> list[Finding]:
     if subject.converted is None:
         subject.converted = build_converted(subject.model, config.precision, config.training.seed)
         load_model(Path(subject.name) / "checkpoints", subject.model, subject.converted)
+    # Every operator on its low path, whatever the controller chose last: that is the recipe in question.
     for operator in subject.converted.operators:
         operator.switch(False)
     return unused_recipes(list(config.precision.recipes), [config.precision.low, config.precision.recovery])
@@ -224,6 +226,7 @@ def _on_recipe(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> li
     chosen = {name for entry in matched.entries if entry.converts for name in entry.names}
     meant = {name for entry in matched.entries if entry.converts for name in entry.meant}
     selects = any(LISTS[which].converts for which in lists)
+    # A list that converts names what is chosen; all other lists name exceptions.
     targets = [name for name in roles if name in chosen - excluded and roles[name] not in KEPT] if selects else None
     if targets == [] or excluded >= {*roles}:
         raise UserError(f"recipe={recipe}: the lists leave no linear to convert")
@@ -238,6 +241,7 @@ def _on_recipe(subject: Subject, recipe: str, lists: dict[str, list[str]]) -> li
         for name_in_list, name in names.items()
         if never_quantized(which, name_in_list)
     }
+    # Heads and routers in it are what the other library would convert although nobody meant it to.
     forgotten = (chosen if selects else {*roles}) - excluded - meant - spared
     state = f"converted to recipe={recipe}, as {', '.join(lists)} does not leave it out"
     return [

@@ -86,6 +86,7 @@ def _train(config: Config, words: Sequence[str]) -> None:
     """Train one run in a worker, without a word."""
     from gnmr.lab.train.run import run
 
+    # The workers share one terminal, which shows their progress together.
     with redirect_stdout(io.StringIO()):
         run(config, lambda _: None, command=shlex.join(["gnmr", "train", *words]))
 

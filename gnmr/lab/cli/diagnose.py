@@ -107,6 +107,7 @@ def main(argv: list[str]) -> int:
     recipe: Any = low or "nvfp4"
     if config is not None and plan is None:
         for key in ("targets", "exclude"):
+            # A run's own patterns hold unless the command names others.
             if getattr(options, key) is None:
                 setattr(options, key, getattr(config.precision, key))
     options.exclude = options.exclude or ()
@@ -120,6 +121,7 @@ def main(argv: list[str]) -> int:
         if options.rescue is not None:
             options.rescue = [recipe_from("rescue", word, recipes) for word in options.rescue]
         if low_of:
+            # The first recipe is for every linear that no pattern matches.
             recipe = {**low_of, "*": recipe}
         if options.against is not None:
             options.against = {**high_of, "*": recipe_of("against", options.against)}
@@ -163,6 +165,7 @@ def main(argv: list[str]) -> int:
         lines = _write(diagnosis, origin, options, plan)  # before it is shown, because the reader may have left
     finally:
         _show(diagnosis, plan, options)
+    # Kept until the files are written: if that fails, the same command need not measure again.
     if state is not None:
         shutil.rmtree(state)
     for line in lines:
@@ -222,6 +225,7 @@ def _check_places(options: Namespace) -> None:
         with writing(f"out={out}"):
             if not out.parent.is_dir() or (exists(out) and not out.is_dir()):
                 raise UserError(f"out={out}: must be a folder in a folder that exists")
+            # Only creating a file shows that a folder can be written; its mode says nothing of a read-only disk.
             with TemporaryFile(dir=out if exists(out) else out.parent):
                 pass
 
@@ -248,6 +252,7 @@ def _state_folder(out: Path, command: object, place: str, subject: Subject, bloc
     with writing(f"out={out}"):
         out.mkdir(exist_ok=True)
         state: Path = out / f".measuring-{digest.hexdigest()[:16]}"
+        # The state of another command, text or version would never be used again.
         for other in out.glob(".measuring-*"):
             if other != state:
                 shutil.rmtree(other)
@@ -265,6 +270,7 @@ def _diagnosed(
 
     if subject.converted is not None:  # a fine-tuned run's own paths
         subject.converted.restore()
+    # What is not cast computes in FP32, so that the measured errors are those of the casts.
     if options.dtype == "float32" and subject.weights is None:
         with memory_bound(_LOADING):
             subject.model.float()

@@ -44,11 +44,13 @@ def main(argv: list[str]) -> int:
             with as_user_error():
                 result = export(plan, target, options.pp)
         except UserError as error:
+            # By default, a target that cannot run the plan is left out with its reason.
             if options.to:
                 raise
             lines.append(f"{target}: not written: {error}")
             continue
         files |= result.files
+        # NOT marks what the library would do otherwise than the plan says.
         lines += [f"{', '.join(result.files)}: {note}" for note in result.notes if "NOT" in note]
     if not files:
         raise UserError(f"out={out}: nothing to write: {lines[0]}")

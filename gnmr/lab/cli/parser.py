@@ -67,6 +67,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Parse the words. Raises UserError for an unknown option or an invalid value."""
+        # Such a command has nothing to work on without a word.
         if not (argv or self._bare):
             self.print_help()
             raise SystemExit(2)
@@ -110,6 +111,7 @@ def settings_and_places(words: list[str]) -> tuple[list[str], list[str]]:
 
     A place is `latest`, an existing file whose name contains a =, or a path with a folder before its =.
     """
+    # lexists, because a link that leads nowhere is a place too.
     settings = [word for word in words if re.match(r"[^/=]*=", word) and not os.path.lexists(word)]
     return settings, [named(word) for word in words if word not in settings]
 

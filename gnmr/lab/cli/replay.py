@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
     place = Path(places[0])
     if options.out is not None:
         output.check(options.out, f"out={options.out}")
+        # Compared as files, because a link or another spelling of the path may lead to the same one.
         read_files = [file for file in (place, *map(place.joinpath, seal.FILES)) if file.exists()]
         if options.out.exists() and any(map(options.out.samefile, read_files)):
             raise UserError(f"out={options.out}: would replace the records that are read; name another file")
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
     with nullcontext() if options.out is None else output.replacing(options.out, f"out={options.out}") as file:
         for norms_U, observed_U in tracked(zip(norms_TU, observed_TU, strict=True), "replaying", len(norms_TU)):
             evidence = {"norm": torch.from_numpy(norms_U), "observed": torch.from_numpy(observed_U)}
+            # The recorded norms take the place of measured ones; the rule is the controller's own.
             decision = controller.apply(controller.observe(evidence).to_host())
             num_recovered = int(decision.in_force.sum())
             unit_steps_recovered += num_recovered
@@ -134,6 +136,7 @@ def read_norms(place: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
     units, last_step = list(frame["unit"].unique()), int(frame["step"].max())
     if last_step * len(units) > MAX_CELLS:
         raise UserError(f"{place}: step {last_step} is too large: {MAX_CELLS:,} norms are the most that are read")
+    # Dense arrays of steps by units; what no row names was not observed.
     rows, columns = frame["step"].to_numpy() - 1, pd.Index(units).get_indexer(frame["unit"])
     norms_TU, observed_TU = np.zeros((last_step, len(units))), np.zeros((last_step, len(units)), bool)
     norms_TU[rows, columns], observed_TU[rows, columns] = frame["norm"], True
@@ -179,6 +182,7 @@ def _spec(place: Path, words: dict[str, str], num_steps: int) -> ControlSpec:
             value = NO_CAP if key == "max_o" else None
         with as_user_error("replay: "):
             before = getattr(spec, key)
+            # The word replaces the main value of a two-stage threshold and leaves its other fields.
             if isinstance(before, TwoStage) and value is not None:
                 value = replace(before, main=value)
             changed: dict[str, Any] = {key: value}
@@ -196,6 +200,7 @@ def _spec_of_run(place: Path, num_steps: int, words: dict[str, str]) -> ControlS
             differences.append(f"the run chose by {signal}; replay chooses by GNMR and dGNMR")
         if (budget := recorded.get("budget")) is not None:
             differences.append(f"the run had budget={budget} too; in replay max_o alone limits the set")
+            # Without a cap of its own, only the budget limited the run's set.
             recorded["max_o"] = NO_CAP if recorded.get("max_o") is None else recorded["max_o"]
         own_loop = bool(tree.get("own_loop"))
         # A controller of an own loop records its spec, a run of the lab its config.

@@ -81,6 +81,7 @@ def _row(folder: Path) -> _RunRow:
         _check(folder)
         summary = read_json(folder / "summary.json") or {}
         perplexity = _number(summary.get("final_val_ppl"))
+        # A run that is not finished has no final perplexity, but that of its last evaluation.
         if math.isnan(perplexity) and (evaluations := read_jsonl(folder / "eval.jsonl")):
             perplexity = _number(evaluations[-1].get("val_ppl"))
         steps = int(_number(summary.get("steps"), last_step(folder)))

@@ -65,6 +65,7 @@ class _Workers:
     def __init__(self, calls: Sequence[Call], names: Sequence[str], jobs: int) -> None:
         from joblib import cpu_count
 
+        # The workers share the CPUs; more threads than cores would slow all of them.
         threads = str(max(cpu_count() // max(jobs, 1), 1))
         self.signals = [signal.SIGINT, *ending()]
         self._calls, self._names, self._jobs = calls, names, jobs
@@ -135,6 +136,7 @@ class _Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         if self._received:
+            # The signal came while the worker was starting, and has not reached it.
             self._send(self._received[0])
 
     def _end(self, future: Future[Any]) -> None:
@@ -142,6 +144,7 @@ class _Workers:
 
         number, pool, process = self._running.pop(future)
         error = future.exception()
+        # This worker is gone, and its pool with it; the other calls go on.
         if isinstance(error, BrokenProcessPool | Stopped):
             pool.shutdown(wait=False)
             if not self._received:
@@ -208,6 +211,7 @@ def _stop(number: int, frame: object) -> None:
 
 def _watch(parent: int) -> None:
     """End this worker with SIGTERM when its parent has ended; nobody would take its result or stop it."""
+    # An orphan gets another parent.
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     os.kill(os.getpid(), signal.SIGTERM)

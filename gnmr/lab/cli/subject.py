@@ -36,6 +36,7 @@ def asked_of(parser: Parser, argv: list[str], command: str) -> tuple[Namespace, 
     if options.plan is not None and options.recipe is not None:
         raise UserError("recipe: the plan says which; leave one of them out")
     folder = Path(place).expanduser()
+    # Only a run has a config.yaml; a Hugging Face checkpoint has a config.json.
     if not exists(folder / "config.yaml"):
         needs(command, "transformers")
         return options, place, None
@@ -54,6 +55,7 @@ def paths_of(
     recipes_of_run: dict[str, Any] = {} if config is None else dict(config.precision.recipes)
     if options.plan is not None:
         return read_plan(options.plan), None
+    # An audit without a recipe takes the model as it is, and a diagnosis has a default.
     if (word := options.recipe or default) is None:
         return None, None
     with as_user_error():
@@ -84,6 +86,7 @@ def memory_bound(right: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # Any other error has its own message, or is a defect that needs its traceback.
         if not out_of_memory(error):
             raise
         raise UserError(right) from error

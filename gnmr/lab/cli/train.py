@@ -114,6 +114,7 @@ def _hydra(words: list[str]) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of being printed
     _failures.clear()
     _swept.clear()
+    # Hydra takes its words from sys.argv alone.
     before, sys.argv = sys.argv, ["gnmr train", *words]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(cell)()

@@ -91,6 +91,7 @@ class Parts:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 1. A fork continues the schedule of its base."""
         config = self.config
+        # Step s of a fork is step S + s of the schedule of a base that took S steps.
         if self.base is not None:
             return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
         return learning_rate(step, config.optim.schedule_steps or config.training.steps, config.optim)
@@ -120,11 +121,13 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
         world.from_first(lambda: open_data(config, say, base) and None)  # the other ranks then find the prepared data
     with world.agreed():
         corpus = open_data(config, say, base)
+        # Again with the size of the vocabulary, which the first estimate could only bound.
         refuse_run(config, device, corpus.vocab_size)
         branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
         blocks = training_blocks(config, corpus)  # raises UserError if the corpus is shorter than a block
         blocks.check(config.training.batch_size, config.training.seq_len)
         validation(config, corpus, 1)
+    # Ranks that read different tokens would train on a mixture that no record describes.
     world.same("the fingerprint of the data", corpus.fingerprint)
     return build_parts(config, folder, corpus, say, base=base, branch=branch, world=world)
 
@@ -177,6 +180,7 @@ def build_parts(
             converted = with_paths(model, config)
         else:
             checkpoint = pretrained.fingerprint(config.model.checkpoint)
+            # Our checkpoints lack frozen weights, so the fork must begin from the same ones.
             if base is not None and base.weights != checkpoint:
                 raise UserError(
                     f"model.checkpoint={config.model.checkpoint}: its weights are not those that the base {base.name} "
@@ -186,6 +190,7 @@ def build_parts(
             corpus = apart(corpus, model)
             check_sizes(config, model, corpus.vocab_size)
         _count_work(config, model, converted, validation(config, corpus, 1))
+        # Dropout begins from the seed, whatever building the model has drawn.
         torch.manual_seed(training.seed)
         if training.export_hf:
             pretrained.need("transformers", "training.export_hf=true")
@@ -211,6 +216,7 @@ def build_parts(
     optimizer, transform = build_optim(model, config)
     if base is not None:
         base.load_into(model, optimizer, keep)
+    # With several workers, a draw must not depend on which of them runs the micro-batch.
     in_turn = config.parallel == "none" and compressed is None
     return Parts(
         config,
@@ -242,6 +248,7 @@ def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, blo
     modes = [(module, module.training) for module in model.modules()]
     device = device_of(config.training.device)
     try:
+        # Without dropout, whose draws would shift the random numbers of the run.
         model.eval()
         with converted.no_side_effects():  # count on the paths, because converted linears are called only there
             coverage = count(model, lambda: loss_of(model, block.to(device)), converted.operators)
@@ -266,6 +273,7 @@ def _check_shapes(config: Config, device: torch.device) -> None:
     This runs before the data is prepared. Checks that need weights, and all warnings, are left to `assemble`.
     """
     with warnings.catch_warnings(action="ignore"):
+        # On the meta device, which has shapes and no numbers: a large model is checked in seconds.
         model = empty_model(config)
         converted = with_paths(model, config, device)
         build_optim(model, config)
@@ -311,6 +319,7 @@ def open_data(config: Config, say: Callable[[str], None], base: Base | None = No
     if base is None:
         base = base_of(config)
     steps = config.training.steps if base is None else base.config.training.steps
+    # A fork asks for as many tokens as its base did, so that it gets the same ones.
     needed = steps * config.training.tokens_per_step
     if config.model.checkpoint is None:
         return prepare(config.data if base is None else base.data(config.data), needed, say)
@@ -385,6 +394,7 @@ def train_step(
         controller or parts.router,
         parts.optimizer,
         clip_norm=config.optim.clip_norm,
+        # The bytes are read from the autograd graph, which recomputation and compiled graphs hide.
         measure_saved=not config.training.activation_checkpointing and not parts.converted.in_graphs,
         transform=parts.transform,
         monitor=config.records.monitor,

@@ -129,10 +129,12 @@ class Checkpointer:
                 removed, and earlier checkpoints stay.
         """
         with self._world.agreed():
+            # A run cannot continue from Inf or NaN, and this checkpoint would push out a good one.
             if (where := self._nonfinite()) is not None:
                 why = f"{where} is not finite after step {step}"
                 raise RunFailed(f"{why}: no checkpoint was written; use a smaller optim.lr")
         final = self.folder / f"step-{step:08d}"
+        # The name marks the folder as unfinished; only the rename in `_put` makes it a checkpoint.
         beside = self.folder / f".writing-{final.name}"
         meta = {"step": step, "owner": self.owner, "units": self._controller.names, "host": host}
         try:
@@ -148,6 +150,7 @@ class Checkpointer:
                 shutil.rmtree(beside, ignore_errors=True)
             reason = "disk full" if full else str(_cause_of(error)).partition("\n")[0]
             raise RunFailed(f"{reason} while writing the checkpoint of step {step} in {self.folder}") from error
+        # Older checkpoints go last: until now they were all that a killed run would have had.
         self._world.from_first(self._prune)
 
     def _begin(self, beside: Path) -> None:
@@ -157,8 +160,10 @@ class Checkpointer:
 
     def _put(self, meta: Meta, beside: Path, final: Path) -> None:
         _write_meta(beside, meta)
+        # A folder cannot be renamed onto another one that holds files.
         shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)
+        # The new name itself is on the disk only once the folder that lists it is synced.
         sync_folder(self.folder)
 
     def _nonfinite(self) -> str | None:
@@ -168,6 +173,7 @@ class Checkpointer:
                 state: dict[str, Any] = {name: parameter.detach()}
                 state |= {f"{key} of {name}": value for key, value in self._optimizer.state.get(parameter, {}).items()}
                 for value_name, value in state.items():
+                    # Of a sharded tensor, each rank checks its own shard; the caller agrees on the outcome.
                     numbers = isinstance(value, Tensor) and value.is_floating_point()
                     if numbers and not bool(local(value).isfinite().all()):
                         return value_name
@@ -186,6 +192,7 @@ class Checkpointer:
         steps = steps_in(self.folder)
         newest, corrupt = _newest_complete(self.folder, steps) if steps else (None, {})
         if newest is not None:
+            # Before anything is deleted or renamed: a foreign folder must stay as it is.
             self._check(newest)
         for unfinished in self.folder.glob(".writing-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -222,6 +229,7 @@ class Checkpointer:
             meta = self._world.from_first(lambda: _newest_complete(self.folder, [step])[0])
         self._check(meta)
         units, host = meta["units"], meta["host"]
+        # Loading fills tensors in place, so it needs a state with the right shapes and shards.
         state = self._state()
         with _fitting(path, "run"):
             _read(path, meta, state)
@@ -231,6 +239,7 @@ class Checkpointer:
             )
             for name, extra in self._extras.items():
                 extra.load_state_dict(state["extras"][name])
+            # Last, so that nothing above draws from the restored generators.
             torch.set_rng_state(state["rng"]["cpu"])
             if "cuda" in state["rng"]:
                 torch.cuda.set_rng_state(state["rng"]["cuda"])
@@ -330,6 +339,7 @@ def gathered(model: nn.Module) -> dict[str, Tensor] | None:
     """
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         return None
+    # On the CPU, because a GPU that holds one shard need not have room for all of them.
     options = replace(_trained(model), full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)
     return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -394,6 +404,7 @@ def _verified(path: Path) -> Meta:
     """
     try:
         text, named = ((path / name).read_bytes() for name in (_META, _META_SUM))
+        # meta.json comes first, because its checksums are what the other files are compared with.
         if named != _sum_line(text):
             raise ValueError(f"{_META} is missing or changed")
         meta = json.loads(text)
@@ -404,6 +415,7 @@ def _verified(path: Path) -> Meta:
             raise ValueError(f"{_META} names no {_INDEX}")
         for name in sorted({_META, _META_SUM, *meta["files"]}):
             file, wanted = path / name, meta["files"].get(name)
+            # lstat, because a link could lead to a file outside of the checkpoint.
             if not stat.S_ISREG(file.lstat().st_mode) or (wanted and sha256(file) != wanted):
                 raise ValueError(f"{name} is missing or changed")
     except FileNotFoundError as error:
@@ -460,6 +472,7 @@ class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the class, function or dtype that the pickle names. Raises UnpicklingError if it is not admitted."""
         admitted = _INDEX_NAMES.get(module, ())
+        # Only listed names: a pickle may name any function of any module, and unpickling calls it.
         if name in admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 alone has that name
             return super().find_class(module, name)
@@ -479,8 +492,10 @@ class _Reader(dcp.FileSystemReader):
             metadata = _Index(file).load()
         if not isinstance(metadata, dcp_metadata.Metadata) or not isinstance(metadata.storage_data, dict):
             raise ValueError(f"{_INDEX} is not an index")
+        # Other files have no checksum, and a path could lead out of the folder.
         if any(piece.relative_path not in self._files for piece in metadata.storage_data.values()):
             raise ValueError(f"{_INDEX} names other files")
+        # The method that this one replaces sets the id of the load too.
         metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
         return metadata
 

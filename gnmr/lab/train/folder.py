@@ -48,6 +48,7 @@ def check_folder(folder: Path, config: Config) -> None:
     except UserError as error:
         raise UserError(f"{error}; choose another run_dir") from error
     now, then = identity(config), identity(earlier)
+    # The seed is no part of a config's identity, but a folder holds a single seed.
     seed = "training.seed"
     now[seed], then[seed] = config.training.seed, earlier.training.seed
     for key in now | then:
@@ -79,13 +80,16 @@ def check_inputs(folder: Path, config: Config) -> None:
     header, data, base = begun_with(folder)
 
     def same(name: str, began: str | None, now: str | None) -> None:
+        # None: the header says nothing about it, so nothing can be compared.
         if began not in (None, now):
             raise UserError(
                 f"{name} changed since the run in {folder} began, or cannot be found now; put it back as it was, or "
                 "choose another run_dir"
             )
 
+    # The code of a user's signal decides which units recover.
     same(f"controller.signal={config.controller.signal}: its file", header.get("signal_sha256"), signal_sha256(config))
+    # Text and tokenizer together determine every token.
     corpus = open_corpus(config.data)
     text = "this Python's library" if config.data.name == "stdlib" else "its text"
     same(f"{corpus.where}: {text}", data.get("source"), corpus.identity)
@@ -101,6 +105,7 @@ def check_inputs(folder: Path, config: Config) -> None:
         same(f"{where}: its weights", header.get("checkpoint"), pretrained.fingerprint(checkpoint))
     if config.base is not None:
         metas = place_of_base(config.base)[1].rglob("meta.json")
+        # Verifying a checkpoint reads all its files, so the newest by name is compared first.
         newest = max((meta for meta in metas if re.fullmatch(r"step-\d{8}", meta.parent.name)), default=None)
         now = None if newest is None else sha256(newest.read_bytes()).hexdigest()
         if now is not None and base.get("sha256") not in (None, now):  # is the newest one whole?
@@ -133,6 +138,7 @@ def done_already(config: Config, say: Callable[[str], None]) -> bool:
     check_inputs(folder, config)
     if not (folder / "DONE").exists() or unexported(config, folder):
         return False
+    # If rows are missing, the folder was copied or cut in part, and DONE cannot be believed.
     if 0 < (last := last_step(folder)) < config.total_steps:
         raise UserError(
             f"{folder / 'DONE'}: the rows end after step {last:,} of {config.total_steps:,}; remove DONE, and the same "

@@ -86,6 +86,7 @@ class Forks:
         self.base.check(config)
         corpus = self._corpus(config)
         branch = self.base.branch(config.fork.order, corpus.fingerprint, lambda _: None)
+        # The base is read from disk for the first fork; later ones copy it from memory.
         return build_parts(config, Path(), corpus, self.say, base=self.base, branch=branch, keep=True)
 
     def __call__(
@@ -106,12 +107,14 @@ class Forks:
         held_out = self._held_out(config, parts.corpus)
         validations: dict[str, Validation] = {}
         if "base" in phases:
+            # Before step 1, the losses depend on the paths and on how they are computed, not on the arm.
             key = repr(
                 (config.precision, config.training.eval_sequences, config.training.threads, config.training.device)
             )
             if key not in self._before:
                 self._before[key] = _validation(parts, held_out, 0)
             validations["base"] = self._before[key]
+        # After the base's validation, which other forks share and `prepare` must not change.
         if prepare is not None:
             prepare(parts)
         steps = Steps(parts, training_blocks(config, parts.corpus, parts.branch))
@@ -121,6 +124,7 @@ class Forks:
             if result.nonfinite_unit is not None:
                 raise RunFailed(f"the loss or a gradient of step {step} is not finite, in {result.nonfinite_unit}")
             losses.append(result.loss)
+            # No unit is routed while a fork heals, so these steps count in no mean of the arm.
             active += 0 if heals(parts, step) else int(np.count_nonzero(result.decision.in_force))
             if result.spent is not None:
                 spent, extra_time = spent + result.spent.share, extra_time + result.spent.extra_time

@@ -67,11 +67,14 @@ class Base:
         order.
         """
         of_base, of_fork = agreed(flatten(to_dict(self.config))), agreed(flatten(to_dict(config)))
+        # The same blocks split into other micro-batches are the same step.
         if self.config.training.tokens_per_step == config.training.tokens_per_step:
             for key in ("training.batch_size", "training.accumulation"):
                 of_fork[key] = of_base[key]
+        # A fork without a length of its own goes on with the base's schedule.
         if config.optim.schedule_steps is None:
             of_fork["optim.schedule_steps"] = of_base["optim.schedule_steps"]
+        # Paths may differ, but a path that only one of the two has means another model or other data.
         for key in PATHS:
             if None not in (of_base[key], of_fork[key]):
                 of_fork[key] = of_base[key]
@@ -90,6 +93,7 @@ class Base:
         The shipped base is an exception. It may be forked on the library of another Python version under the same
         tokenizer, from the beginning of that data.
         """
+        # With the same tokens, the fork reads on where the base stopped.
         if fingerprint == self.fingerprint:
             return Branch(self.config.training.seed, self.position["epoch"], self.position["position"], order)
         difference = f"its data is {self.fingerprint[:12]}, here it is {fingerprint[:12]}"
@@ -106,12 +110,14 @@ class Base:
         if self._kept is None:
             load_training(self.found, model, optimizer)
             if keep:
+                # Frozen weights come with the model and never change, and they may be large.
                 frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
                 state = {name: value for name, value in model.state_dict().items() if name not in frozen}
                 self._kept = deepcopy((state, optimizer.state_dict()))
             return
         weights, moments = self._kept
         model.load_state_dict(weights, strict=False)
+        # The optimizer may take the tensors as they are, and its steps would then change the kept ones.
         optimizer.load_state_dict(deepcopy(moments))
 
 
@@ -126,6 +132,7 @@ def open_base(name: str) -> Base:
             header = read_json(run / "header.json") or {}
             fingerprint = header["data"]["fingerprint"]
             position = {key: found.host["blocks"][key] for key in ("epoch", "position")}
+            # The folder may come from anyone: bool and negative numbers are no positions.
             sound = isinstance(fingerprint, str) and all(type(n) is int and 0 <= n < 2**62 for n in position.values())
             if not sound or found.step < 1:
                 raise ValueError("its numbers make no sense")

@@ -109,12 +109,14 @@ def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, An
     low = None
     if parts.base is not None:
         low = loss
+        # Without a cast in the forward pass, both paths have the same loss.
         if parts.converted.casts_forward:
             low = evaluate(
                 parts.model, parts.converted, held_out, batch_size, low=True, world=parts.world, draws=parts.draws
             )
     if not all(math.isfinite(value) for value in (loss, low) if value is not None):
         raise RunFailed(f"the validation loss after step {step} is {loss if low is None else f'{loss}, {low} low'}")
+    # A large loss gives infinity here, where math.exp would raise OverflowError.
     ppl = torch.tensor(loss, dtype=torch.float64).exp().item()
     return {"val_loss": loss, "val_ppl": ppl, "val_loss_low": low, "phase": phase(parts, step)}
 
@@ -172,7 +174,9 @@ class Loop:
             step, last = counters.step, counters.step == total
             if last or step == training.steps or step % training.eval_every == 0:
                 self._validate()
+            # Several processes stop after the same step, because its collective told all of them of the signal.
             self.stopped = result.stop if self.parts.world.size > 1 else next(iter(stop), None)
+            # A checkpoint precedes scoring, which takes long and may fail.
             if self.stopped or last or self._score_is_due() or step % training.checkpoint_every == 0:
                 self._save()
             if self._score_is_due():
@@ -237,6 +241,7 @@ class Loop:
         self.recorder.eval({"step": step, "tokens": self.counters.tokens, **row})
 
     def _save(self) -> None:
+        # Rows reach the disk before the checkpoint that counts them, so that a resumed run finds all of them.
         records = self.recorder.sync()
         host: dict[str, Any] = {"counters": asdict(self.counters), "blocks": self.blocks.state_dict()}
         host |= {"records": records, "levels": [list(pair) for pair in self.levels.seen]}

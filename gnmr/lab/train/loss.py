@@ -25,6 +25,7 @@ def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | 
     the model (`Wrapped.call`).
     """
     block = batch if isinstance(batch, Batch) else Batch.of_sequences(batch)
+    # In FP32: a sum of exponentials over the vocabulary loses too much in BF16.
     return F.cross_entropy(logits_of(model, block, call).float().flatten(0, 1), block.targets.flatten())
 
 
@@ -47,6 +48,7 @@ def num_targets(batch: Tensor | Batch) -> int:
 def objective_of(model: nn.Module, loss: Tensor) -> Tensor:
     """Return the loss for the backward pass: `loss` plus the model's auxiliary loss, if it has one."""
     auxiliary = model.auxiliary_loss if isinstance(model, Decoder) else None
+    # The auxiliary loss only shapes the gradient; the recorded loss is the cross-entropy alone.
     return loss if auxiliary is None else loss + auxiliary
 
 
@@ -80,6 +82,7 @@ class Experts:
     def drop(self, reached: Tensor) -> None:
         """Drop the gradients of experts without tokens; `reached` is the sum of `take()` over ranks. Waits."""
         for passes, parameters in zip(reached.tolist(), self._parameters, strict=True):
+            # As in a single process: without a gradient, neither weight decay nor the moments touch the expert.
             if not passes:
                 for parameter in parameters:
                     parameter.grad = None
@@ -88,6 +91,7 @@ class Experts:
 def divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
     """Return the divisor of each micro-batch's mean loss, which is their number if all have equal target counts."""
     counts = [num_targets(batch) for batch in micro_batches]
+    # mean over all N targets = sum_i (n_i / N) mean_i, so mean_i is divided by N / n_i.
     return [sum(counts) / count for count in counts]
 
 
@@ -115,10 +119,12 @@ class Draws:
 
         `number` is the index of the micro-batch in the step, from 0, or in an `evaluation` after the step.
         """
+        # Hashing all four gives neighbouring steps and micro-batches unrelated seeds.
         words = [self._seed, self._step, number, int(evaluation)]
         seeds = np.random.SeedSequence(words).generate_state(1, np.uint64).tolist()
         rounding = self._converted.shared.rounding
         named = nullcontext() if rounding is None else rounding.micro_batch(number, evaluation)
+        # Restored afterwards, so that what runs here shifts no other draw of the run.
         with torch.random.fork_rng(self._devices), named:
             torch.manual_seed(seeds[0])
             yield
@@ -142,11 +148,13 @@ def evaluate(
     model.eval()
     batches = list(blocks.split(batch_size))
     with converted.on_low_path() if low else converted.high_precision():
+        # Sums n_i mean_i and divides once at the end, because packed batches differ in their number of targets.
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for i in range(world.rank, len(batches) + -len(batches) % world.size, world.size):
             batch = batches[i] if i < len(batches) else batches[0]  # passes gather shards: all ranks run equally many
             with nullcontext() if draws is None else draws.of(i, evaluation=True):
                 loss = loss_of(model, batch.to(total.device)).double() * num_targets(batch)
+            # The repeated first batch only keeps this rank in step with the others.
             total += loss if i < len(batches) else 0.0
         if world.size > 1:
             total = DistributedRanks().sum({"total": total})["total"]

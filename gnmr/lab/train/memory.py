@@ -39,11 +39,14 @@ def parameters(model: ModelConfig, vocab_size: int, seq_len: int) -> int:
     width, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
     if model.name in LLAMAS:
         kv_width = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
+        # Llama: Q and O have d^2 each, K and V d d_kv, SwiGLU 3 d m, and the two norms 2 d.
         block = 2 * width * (width + kv_width) + 3 * width * inner + 2 * width
         return vocab_size * width * (1 if model.tied_head else 2) + layers * block + width
+    # GPT: two matrices d m with biases; a mixture has them for each expert, and a router row of d.
     mlp = 2 * width * inner + inner + width
     if model.name == "moe":
         mlp = model.experts.number * (mlp + width)
+    # Q, K, V and O with biases, and two LayerNorms with gain and bias.
     block = 4 * (width * width + width) + mlp + 4 * width
     return (vocab_size + seq_len) * width + layers * block + 2 * width
 
@@ -64,7 +67,9 @@ def needs_of(config: Config, vocab_size: int) -> list[tuple[int, str, str]]:
     gradients = 0 if model.name == "moe" else trained  # an expert without tokens has no gradient
     return [
         (weights, "weights", _sizes(model)),
+        # AdamW keeps two moments in the dtype of the weights.
         (2 * trained if config.optim.name == "adamw" else 0, "optimizer state", _sizes(model)),
+        # Logits and all gradients need not exist at once, so a lower bound counts the larger.
         max((gradients, "gradients", _sizes(model)), (8 * tokens * vocab_size, "logits", batch)),
         (8 * tokens * training.accumulation, "tokens", f"{batch}, training.accumulation={training.accumulation}"),
     ]
@@ -88,6 +93,7 @@ def refuse_run(config: Config, device: torch.device, vocab_size: int | None = No
     needs = needs_of(config, entries)
     if device.type == "cuda":
         _refuse(needs, torch.cuda.get_device_properties(device).total_memory, "this GPU has")
+        # Beside a GPU, the host must hold the weights in FP32 while they are drawn.
         drawn = 4 * parameters(config.model, entries, config.training.seq_len) if is_new else 0
         needs = [(drawn, "weights as they are drawn", _sizes(config.model))]
     _refuse(needs, machine_memory(), "this machine has")

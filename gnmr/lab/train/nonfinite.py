@@ -19,6 +19,7 @@ def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Tens
 
     All ranks return the same name; each passes its own `micro_batches`. Waits for the device.
     """
+    # Weights first, because a NaN in them shows up in outputs too.
     for search in (lambda: _weight(model), lambda: _output(model, micro_batches)):
         if (name := next((name for name in world.gather(search()) if name is not None), None)) is not None:
             return name
@@ -39,6 +40,7 @@ def _output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | 
 
     def check(name: str) -> torch.utils.hooks.RemovableHandle:
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            # Hooks fire in the order of the pass, so the first hit is where the number appeared.
             if not nonfinite and isinstance(output, Tensor) and not output.isfinite().all():
                 nonfinite.append(name)
 

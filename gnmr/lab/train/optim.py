@@ -55,6 +55,7 @@ def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 
     The fused kernel selects on the device: nothing is synchronized, and nothing is multiplied by NaN.
     """
+    # Fused kernels read these two attributes for GradScaler of torch.amp, which sets them in the same way.
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = nonfinite.to(torch.float32)  # type: ignore[attr-defined]
 
@@ -62,6 +63,7 @@ def skip_where(optimizer: torch.optim.Optimizer, nonfinite: Tensor) -> None:
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients to a global norm of at most `max_norm`; `norm` is the current norm (scalar tensor)."""
     gradients = [p.grad for p in parameters if p.grad is not None]
+    # As torch.nn.utils.clip_grad_norm_ does, with a norm that the step has computed already.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
         torch._foreach_mul_(gradients, scale.float())  # a scale rounded to bf16 could exceed the bound

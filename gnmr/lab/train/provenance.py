@@ -78,6 +78,7 @@ def portable_command(command: str) -> str:
         words = command.split()
 
     def shortened(number: int, word: str) -> str:
+        # Where a program or its output lies is of no use to a repetition.
         written = number == 0 or word.lstrip("+").partition("=")[0] in _WRITTEN
 
         def shorter(match: re.Match[str]) -> str:
@@ -95,6 +96,7 @@ def portable_config(config: Config) -> dict[str, Any]:
     `data.path` and `model.checkpoint` stay as they were given, because they are part of the run's hash.
     """
     tree = to_dict(config)
+    # The folder of a run says nothing about what it computes.
     tree["run_dir"], tree["runs_dir"] = None, Config.runs_dir
     tree["plan"] = None  # precision.* contains the plan's content
     if tree["scores"]["data"] is not None:

@@ -59,6 +59,7 @@ def step_row(
     result: StepResult, counters: Counters, seconds: float, healing: bool = False, weights_digest: str | None = None
 ) -> dict[str, Any]:
     """Return a row of `records.schema.STEP_FIELDS`. Set `healing` for a step without routing."""
+    # Records say null, not 0, where nothing was measured.
     spent, sent = result.spent or (None, None, None), result.sent or (None, None)
     return records.step_row(
         result.decision,
@@ -98,6 +99,7 @@ def fault_rows(parts: Parts) -> list[dict[str, Any]]:
 def _shape(model: nn.Module) -> dict[str, int]:
     """Return layers and width of the trained model, which a checkpoint determines. Unknown values are omitted."""
     config: Any = getattr(model, "config", None)
+    # A multimodal checkpoint nests the sizes of its language model.
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     keys = {"num_hidden_layers": "layers", "num_layers": "layers", "hidden_size": "width"}
     return {key: number for name, key in keys.items() if isinstance(number := getattr(config, name, None), int)}
@@ -122,6 +124,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
             "vocab_size": corpus.vocab_size,
         },
         **parts.router.header(),
+        # Without a recovery path or a compression that routes, the chosen set changes nothing.
         "recoverable": parts.converted.recovery is not None or config.compression.routes,
         "paths": [described(path) for path in (parts.converted.low, parts.converted.recovery) if path is not None],
         "signal_sha256": signal_sha256(config),

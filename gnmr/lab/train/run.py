@@ -81,6 +81,7 @@ def run(
 
     with world.agreed():
         refuse_processes(config)
+    # Ranks with different configs would take different steps, or wait for each other forever.
     world.same("the config's hash", f"{config_hash(config)}-s{config.training.seed}")
     if world.from_first(lambda: done_already(config, say)):
         return folder
@@ -169,9 +170,11 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     counters, counted, levels = Counters(), None, Levels()
     newest = checkpointer.newest()
     if newest is not None:
+        # The state on the device first, then counters, position in the data and levels of the host.
         host = checkpointer.load(newest)
         with world.agreed():
             counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
+        # Without the earlier levels, a resumed run would judge spikes otherwise than one that was never stopped.
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
         lines_to_say.append(f"continuing after step {newest} of {folder}")
     with world.agreed():
@@ -179,10 +182,12 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
         setting = "in several processes" if world.size > 1 else "with compressed gradients"
         lines_to_say.append(f"verdicts: none {setting}, a step that spikes is not run again")
+    # A run that was killed before its first checkpoint has rows too, which must not be kept beside new ones.
     goes_on = world.from_first(lambda: (folder / "steps.jsonl").exists()) or newest is not None
 
     info = run_info(parts, f"{config.experiment_name}/{folder.name}", counters.step)
     with ExitStack() as stack:
+        # Outside of the loop there is no step to finish, so a signal ends the run at once.
         stack.enter_context(handled(ending(), end_at_once))
         recorder: Recorder | Silent = Silent()
         with world.agreed():
@@ -196,6 +201,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
             _begin(recorder, parts, command, anew=newest is None)
             loop = Loop(parts, blocks, held_out, counters, checkpointer, recorder, levels, scorer)
             looping = True
+            # In the loop a signal only asks: the step is finished and a checkpoint saved.
             with signals_collected(partial(_answer, say)) as stop:
                 status, reason = loop(stop)
             looping = False
@@ -268,6 +274,7 @@ def export(parts: Parts) -> None:
     config, model, folder = parts.config, parts.model, parts.folder
     if not (config.model.adapter.rank or config.training.export_hf):
         return
+    # A collective, which every rank must call although rank 0 alone writes.
     weights = gathered(model)
 
     def write() -> None:

@@ -151,6 +151,7 @@ class TrainStep:
         self._wrapped = Wrapped(model) if wrapped is None else wrapped
         self._experts = Experts(model) if self._wrapped.fills and isinstance(model, Decoder) else None
         self._since: float | None = None
+        # This evidence reads each rank's gradient from before the reduction, which overwrites it.
         if "micro_square" in router.needs and world.size > 1:
             self._wrapped.keep_own()
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -289,6 +290,7 @@ class TrainStep:
     def _looks_again(self, attempt: Attempt, levels: tuple[Level, Level]) -> bool:
         """Return True if the step needs a verdict and its cause can be determined."""
         converted, host = self.router.converted, attempt.packet.host
+        # A step in 16 bits has no low path that could be to blame.
         if converted.shared.high_precision:
             return False
         if not math.isfinite(host["loss"]):
@@ -355,11 +357,13 @@ class TrainStep:
         """Return (numbers, norms, all sums) over ranks, with one collective."""
         assert self.router.controller.ranks is not None
         world, device = self.world, self.parameters[0].device
+        # Everything a step sums travels together; what is of one rank has a place of its own in a vector of zeros.
         terms, plain = self._norms.parts()
         terms |= numbers | self.router.parts(plain)
         if self._experts is not None:
             terms["reached"] = self._experts.take()
         times, since = [0.0] * world.size, self._since or 0.0
+        # The rank that took longest to arrive is the one that all others waited for.
         times[world.rank] = max(self._wrapped.arrived - since, 0.0)
         stop = [float(number in self._stop) for number in _SIGNALS]
         for name, values in (("times", times), ("stop", stop)):
@@ -370,6 +374,7 @@ class TrainStep:
         if self._experts is not None:
             self._experts.drop(sums["reached"])
             norms = norms._replace(observed=self._norms.observed())
+        # Counts and the loss get the dtypes that they have in a single process.
         dtypes = {name: torch.long for name in numbers if name.startswith("saturation/")} | {"loss": torch.float32}
         summed = {name: sums[name].to(dtypes.get(name, torch.float64)) for name in numbers}
         return summed | {name: sums[name] for name in ("stop", "times")}, norms, sums
@@ -399,6 +404,7 @@ class TrainStep:
                     statistics[name] = statistics[name] + share if name in statistics else share
                 # Backward
                 with self._wrapped.accumulating(last):
+                    # The wrapper averages over W workers, so each starts from W times its part of the loss.
                     (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
             self._wrapped.after(last)
             if self._wrapped.own is None:
@@ -483,6 +489,7 @@ def _backward_order(
     """Return (index, name) of all groups of parameters from the last module to the first, as backward reaches them."""
     names = [module_of(router.names[i]) for i in norms.first] + [name.removesuffix(".weight") for name in outside]
     position = {id(p): i for i, p in enumerate(model.parameters())}
+    # The backward pass reaches the last parameter of a group first.
     last = [max(position[id(whole_of(p))] for p in group) for group in norms.groups]
     return [(i, names[i]) for i in sorted(range(len(names)), key=lambda i: -last[i])]
 

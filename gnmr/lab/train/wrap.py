@@ -75,6 +75,7 @@ class _Virtual(Wrapped):
                 if total is not None and parameter.grad is not None:
                     total += parameter.grad
         self._number += 1
+        # The next micro-batch belongs to another worker, so its gradient must not add to this one.
         for _, parameter in named:
             parameter.grad = None
         if last:
@@ -125,6 +126,7 @@ class _FSDP(Wrapped):
     def __init__(self, model: nn.Module, blocks: Iterable[nn.Module], mesh: Any, partly: bool) -> None:
         from torch.distributed.fsdp import fully_shard
 
+        # Block by block, so that one block's weights are gathered at a time.
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -140,6 +142,7 @@ class _FSDP(Wrapped):
         self.call = self._timed
 
     def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        # Only the first pass of a step: later ones have waited for other ranks.
         self.arrived = self.arrived or time.perf_counter()
         return self.model(*args, **kwargs)
 
