@@ -536,7 +536,9 @@ def test_experts_in_lists_of_transformers_and_compressed_tensors(stood_in: None)
     utils = pytest.importorskip("transformers.quantizers.quantizers_utils", reason="transformers is not installed")
     from compressed_tensors.utils.match import is_match
 
-    plan = planned(KEPT | {"model.layers.0.mlp.experts.1.down_proj": {"fprop": "bf16"}}, MOE, modules=IN_TENSORS)
+    pins = KEPT | {"model.layers.0.mlp.experts.1.down_proj": {"fprop": "bf16"}}
+    routers = [f"model.layers.{i}.mlp.gate" for i in range(2)]
+    plan = planned(pins, MOE, modules=IN_TENSORS, unconverted=[*routers, "lm_head"])
     (entries,) = yaml.safe_load(export(plan, "transformers").files["modules_to_not_convert.yaml"]).values()
     model = mixture()
     asked = [*linears(model), *(name for name, _ in model.named_modules() if name.endswith(".experts"))]
