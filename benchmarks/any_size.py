@@ -3,9 +3,9 @@
     python benchmarks/any_size.py make llama-8b FOLDER --tokenizer .cache/smollm2    random weights in this shape
     python benchmarks/any_size.py run OUT.jsonl FOLDER recipe=nvfp4 measure=all ...  appends one row of the command
 
-`make` writes a checkpoint in Hugging Face's layout, bfloat16, one file a block, whose values depend on the tensor's name
-alone. Random weights take the time and memory of trained ones; their KLs mean nothing. `run` records the peak of the
-resident memory (getrusage) and the wall-clock time. Run it with nothing else on the machine.
+`make` writes a checkpoint in Hugging Face's layout, bfloat16, one file a block, whose values depend on the names of
+tensors alone. Random weights take the time and memory of trained ones; their KLs mean nothing. `run` records the peak
+of the resident memory (getrusage) and the wall-clock time. Run it with nothing else on the machine.
 """
 
 from __future__ import annotations
