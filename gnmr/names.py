@@ -24,7 +24,7 @@ ROUNDINGS = ("nearest", "stochastic")
 BACKENDS = ("auto", "simulated", "scaled_mm", "int_mm")
 """Implementations of recipes (gnmr/conversion/resolve.py)."""
 TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
-"""Scoring tasks (gnmr/lab/evaluation/tasks.py)."""
+"""Scoring tasks (gnmr/lab/evaluation/scores.py)."""
 WEIGHTS = ("online", "instead")
 """How INT8 codes of weights are kept (gnmr/conversion/int8.py)."""
 

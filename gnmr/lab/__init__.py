@@ -1,1 +1,1 @@
-"""The experiment runner: it uses the rooms below by their public names."""
+"""The experiment runner: commands, config, data, models, training, rivals, views of a run, and the report."""

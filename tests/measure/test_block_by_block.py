@@ -19,7 +19,13 @@ from gnmr.measure.model_output import output_of
 from gnmr.measure.operand_errors import measure_errors
 from gnmr.measure.price import PRICES, Sequences, measure_prices
 
-FAMILIES = ["llama", "gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "gpt2", "gpt_neo", "qwen3_next"]
+FAMILIES = [
+    *("llama", "qwen3_moe", "gpt_neo"),
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("gemma2", "deepseek_v3", "gpt_oss", "gpt2", "qwen3_next")
+    ),
+]
 """Blocks that return a tensor or a tuple, experts in one tensor, and two kinds of attention in one model."""
 
 
@@ -125,7 +131,14 @@ def test_prices_block_by_block_are_those_of_one_backward_pass(family: str) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "qwen3_moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "gpt_neox", "gpt2")),
+    ],
+)
 def test_blocks_from_disk_compute_as_the_model_in_memory(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = CAUSAL[family]()

@@ -118,7 +118,7 @@ def test_blocks_from_disk_give_the_same_diagnosis(checkpoint: Path, in_memory: D
     assert numbers(on_disk(checkpoint)) == numbers(in_memory)
 
 
-@pytest.mark.parametrize("interrupted_at", [1, 20, 34])
+@pytest.mark.parametrize("interrupted_at", [20, *(pytest.param(passes, marks=pytest.mark.slow) for passes in (1, 34))])
 def test_a_measurement_that_was_interrupted_goes_on(
     interrupted_at: int, checkpoint: Path, in_memory: Diagnosis, tmp_path: Path
 ) -> None:
