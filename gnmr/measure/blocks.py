@@ -15,8 +15,7 @@ shapes that they would see in a pass of the whole model, so that the results are
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,6 +67,22 @@ class _BlockCall:
         return block(*self.positional, **{self.hidden_name: hidden}, **self.named)
 
 
+@contextmanager
+def pinned(operators: Iterable[PathLinear], pins: Pins, recipes: Mapping[str, Recipe]) -> Iterator[None]:
+    """Put GEMMs of the low path on others of `recipes`, by name, or on the recovery recipe of their operator."""
+    before = [(operator, operator.low) for operator in operators]
+    try:
+        for operator, _ in before:
+            for gemm, name in pins.get(operator.operator_name, {}).items():
+                recipe = recipes.get(name, operator.recovery)
+                assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
+                operator.low = operator.low.with_gemms({gemm: recipe})
+        yield
+    finally:
+        for operator, low in before:
+            operator.low = low
+
+
 class Blocks:
     """The blocks of a converted model that every batch passes in their order."""
 
@@ -85,16 +100,15 @@ class Blocks:
         inside = [set(block.modules()) for block in self.modules]
         self.operators = [[o for o in operators if o.module in modules] for modules in inside]
         """The operators of each block."""
-        places = Counter(operator.operator_name for operators in self.operators for operator in operators)
-        shared = [name for name, number in places.items() if number > 1]
-        if shared:  # it would be low in one block only
-            raise NotFollowed(f"several blocks of {self.name} share {shared[0]}")
-        if not any(self.operators):
+        self.place_of: dict[str, int] = {}
+        """Number of the block of each operator that is in one."""
+        for place, in_block in enumerate(self.operators):
+            for operator in in_block:
+                if operator.operator_name in self.place_of:  # it would be low in one block only
+                    raise NotFollowed(f"several blocks of {self.name} share {operator.operator_name}")
+                self.place_of[operator.operator_name] = place
+        if not self.place_of:
             raise NotFollowed("no nn.ModuleList has blocks with these operators")
-
-    def place_of(self) -> dict[str, int]:
-        """Return the number of the block of each operator that is in one."""
-        return {o.operator_name: place for place, operators in enumerate(self.operators) for o in operators}
 
 
 class BlockByBlock:
@@ -135,7 +149,6 @@ class BlockByBlock:
             self._loaded = BlockWeights(self.blocks, weights, around.dtype, around.device).loaded
         self.advance: Callable[[int], None] = lambda _calls: None
         """Called with the number of finished calls of blocks."""
-        self.place_of = self.blocks.place_of()
 
     def calls(self, batches: int, variants: Mapping[str, Variant], before: int | None = None) -> int:
         """Return the number of calls of blocks that `outputs` makes, in all blocks or in those `before` one."""
@@ -249,24 +262,19 @@ class BlockByBlock:
 
     def _first_block(self, variant: Variant) -> int:
         """Return the first block with an operator of the variant in low precision."""
-        return min(self.place_of[name] for name in variant.low)
+        return min(self.blocks.place_of[name] for name in variant.low)
 
     @contextmanager
     def _on_paths(self, place: int, variant: Variant) -> Iterator[None]:
         """Put the operators of a block on the variant's paths."""
         operators = self.blocks.operators[place]
-        before = [operator.low for operator in operators]
         try:
             for operator in operators:
                 operator.switch(operator.operator_name not in variant.low)
-                for gemm, name in variant.pins.get(operator.operator_name, {}).items():
-                    recipe = self._recipes.get(name, operator.recovery)
-                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
-                    operator.low = operator.low.with_gemms({gemm: recipe})
-            yield
+            with pinned(operators, variant.pins, self._recipes):
+                yield
         finally:
-            for operator, low in zip(operators, before, strict=True):
-                operator.low = low
+            for operator in operators:
                 operator.switch(True)
 
     def _after_call(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import warn
 from gnmr.formats import Recipe
-from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant
+from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant, pinned
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.model_output import Output, output_of
 from gnmr.names import Pins
@@ -110,9 +110,9 @@ class ForwardPasses:
         """
         try:
             blocks = BlockByBlock(self.converted, self.model, self._run, recipes=self.rescues, weights=weights)
-            outside = [o.operator_name for o in self.converted.operators if o.operator_name not in blocks.place_of]
-            if outside:
-                raise NotFollowed(f"{outside[0]} is outside of {blocks.blocks.name}")
+            for operator in self.converted.operators:
+                if operator.operator_name not in blocks.blocks.place_of:
+                    raise NotFollowed(f"{operator.operator_name} is outside of {blocks.blocks.name}")
             if weights is not None:
                 with torch.no_grad():
                     result = blocks.without_blocks(batch)
@@ -211,20 +211,9 @@ class ForwardPasses:
         """Run a forward pass with every operator on the recovery path."""
         return self.forward(batch, place)
 
-    @contextmanager
-    def pinned(self, pins: Pins) -> Iterator[None]:
-        """Put these GEMMs of the low path on other recipes: a rescue, or the operator's own recovery recipe."""
-        before = [operator.low for operator in self.converted.operators]
-        try:
-            for operator in self.converted.operators:
-                for gemm, name in pins.get(operator.operator_name, {}).items():
-                    recipe = self.rescues.get(name, operator.recovery)
-                    assert isinstance(operator.low, Recipe) and isinstance(recipe, Recipe)
-                    operator.low = operator.low.with_gemms({gemm: recipe})
-            yield
-        finally:
-            for operator, low in zip(self.converted.operators, before, strict=True):
-                operator.low = low
+    def pinned(self, pins: Pins) -> AbstractContextManager[None]:
+        """Return a context in which these GEMMs of the low path are on a rescue or on the recovery recipe."""
+        return pinned(self.converted.operators, pins, self.rescues)
 
     # ---- every operator alone ----
 
