@@ -328,10 +328,8 @@ class _Measurement:
         limit = self._limit(passes, first_batches[0]) if first_batches else None
         costs = self._measured_batches(passes, chain(first_batches, batches))
         # The operators that ran, and the numbers of each batch: `samples` has (B, U) by name.
-        batches_run = (np.array([batch.rows for batch in costs]) > 0).sum(axis=0)
+        batches_run, operators = self._operators_run(costs)
         ran = batches_run > 0
-        operators = [o for o, number in zip(passes.converted.operators, batches_run, strict=True) if number]
-        self._refuse_none(operators)
         terms = np.array([batch.terms for batch in costs], dtype=float)
         by_batch = np.stack([np.stack([*batch.numbers.values()]) for batch in costs], axis=1)
         samples = dict(zip(costs[0].numbers, by_batch[..., ran], strict=True))
@@ -377,10 +375,8 @@ class _Measurement:
         """Measure the KL of every operator alone."""
         passes = self.passes
         costs, alone = passes.measure_alone(batches, self._state_file("batches"))
-        batches_run = (np.array([batch.rows for batch in costs]) > 0).sum(axis=0)
+        batches_run, operators = self._operators_run(costs)
         ran = batches_run > 0
-        operators = [o for o, number in zip(passes.converted.operators, batches_run, strict=True) if number]
-        self._refuse_none(operators)
         terms = np.array([batch.terms for batch in costs], dtype=float)
         rescued = weighted_mean([batch.rescued["measured"] for batch in costs], terms)[..., ran]  # (R, U)
         by_sequence = [np.concatenate(alone[operator.operator_name]) for operator in operators]  # (all S, 2)
@@ -388,9 +384,7 @@ class _Measurement:
         for column, operator in enumerate(operators):
             name = operator.operator_name
             row = GemmCost.of_fprop(name, 0.0, (0.0, 0.0), None, None, alone[name])
-            on_rescues = dict.fromkeys(self._rescues(), 0.0)
-            on_rescues |= dict(zip(passes.rescues, rescued[:, column].tolist(), strict=True))
-            rows.append(replace(row, rescued=on_rescues))
+            rows.append(replace(row, rescued=self._on_rescues(rescued[:, column])))
         return _Findings(
             costs=costs,
             operators=operators,
@@ -436,8 +430,13 @@ class _Measurement:
         require(len(costs) > 1, "batches", len(costs), "needs two at least, for the spread between them")
         return costs
 
-    def _refuse_none(self, operators: Sequence[PathLinear]) -> None:
-        """Raise ValueError if no operator ran."""
+    def _operators_run(self, costs: Sequence[BatchCosts]) -> tuple[np.ndarray, list[PathLinear]]:
+        """Return the number of batches in which each operator of the model ran, and the operators that ran at all.
+
+        Raises ValueError if none did.
+        """
+        batches_run = (np.array([batch.rows for batch in costs]) > 0).sum(axis=0)
+        operators = [o for o, number in zip(self.passes.converted.operators, batches_run, strict=True) if number]
         right = "its loss does not run the linears of this model"
         if self.passes.read:
             right = (
@@ -445,6 +444,7 @@ class _Measurement:
                 "that was replaced or wrapped), so no path is in force; call the modules"
             )
         require(operators, "run", "...", right)
+        return batches_run, operators
 
     # ---- operators alone ----
 
@@ -514,10 +514,8 @@ class _Measurement:
             sequence = means["fprop_sequence"][i] if by_sequence[i] else None
             interval = tuple(intervals["fprop"][i])
             row = GemmCost.of_fprop(name, values[i], interval, means["fprop"][i], sequence, alone.get(name))
-            on_rescues = dict.fromkeys(self._rescues(), 0.0)
-            on_rescues |= dict(zip(self.passes.rescues, rescued[:, i].tolist(), strict=True))
             input, weight = means["fprop_input"][i], means["fprop_weight"][i]
-            rows.append(replace(row, input=input, weight=weight, rescued=on_rescues))
+            rows.append(replace(row, input=input, weight=weight, rescued=self._on_rescues(rescued[:, i])))
             for gemm in GEMMS[1:]:
                 interval = tuple(intervals[gemm][i])
                 rows.append(GemmCost(name, gemm, means[gemm][i], interval, bias=means[f"{gemm}_bias"][i]))
@@ -634,6 +632,10 @@ class _Measurement:
         containing = (module for module in operators_in(self.passes.model).values() if module.forward is not None)
         classes = {module.path: module.class_name for module in containing if module.path}
         return dict(zip(operator_names([*classes]), classes.values(), strict=True))
+
+    def _on_rescues(self, nats: np.ndarray) -> dict[str, float]:
+        """Return the nats (R,) of one fprop by recipe: 0 on the other side's, where both sides are then alike."""
+        return dict.fromkeys(self._rescues(), 0.0) | dict(zip(self.passes.rescues, nats.tolist(), strict=True))
 
     def _rescues(self) -> list[str]:
         """Return the names of the recipes that a plan may keep a GEMM on; with two sides, the other side's."""
