@@ -126,6 +126,13 @@ def machine_memory() -> int:
     return min(limits)
 
 
+def _memory_of(device: torch.device) -> tuple[int, str]:
+    """Return the bytes of memory for a model on this device, and the words that say whose they are."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, "this GPU has"
+    return machine_memory(), "this process can have"
+
+
 def refuse_checkpoint(
     tensors: Mapping[str, tuple[tuple[int, ...], int]],
     device: torch.device,
@@ -147,9 +154,7 @@ def refuse_checkpoint(
     """
     numbers = {name: math.prod(shape) for name, (shape, _) in tensors.items()}
     weights = sum(number * (4 if floats else max(2, tensors[name][1])) for name, number in numbers.items())
-    need, available, has = weights * (1 + gradients), machine_memory(), "this process can have"
-    if device.type == "cuda":
-        available, has = torch.cuda.get_device_properties(device).total_memory, "this GPU has"
+    need, (available, has) = weights * (1 + gradients), _memory_of(device)
     needs = f"{sum(numbers.values()) / 1e9:,.3g} billion parameters{' with gradients' * gradients} take"
     smaller = f"use {'dtype=own, ' * floats}a smaller model or a larger machine"
     if need > available:
@@ -194,9 +199,7 @@ def refuse_blocks(
     logits = 3 * max(batch.tokens.numel() for batch in batches) * vocabulary
     # A block, the read tensor and one cast of it beside, and the exact hidden states with all copies of them.
     total = _IMPORTS + size * (around + 2 * of_block + hidden * (copies + 1)) + 4 * logits
-    there, has = machine_memory(), "this process can have"
-    if device.type == "cuda":
-        there, has = torch.cuda.get_device_properties(device).total_memory, "this GPU has"
+    there, has = _memory_of(device)
     if total > there:
         raise UserError(
             f"measure=all: cannot fit into memory: about {total / 1e9:,.3g} GB, of it "
