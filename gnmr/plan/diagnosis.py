@@ -37,7 +37,6 @@ from gnmr.plan.knapsack import (
     budget_of,
     by_score,
     choose,
-    front,
     groups_of,
     guessed,
     pin_in_order,
@@ -205,13 +204,6 @@ class Diagnosis:
         cost = self.measured
         bound = self.gate or ((self.limit or 0.0) if self.against else LITTLE)
         return bool((cost.nats if cost.above_noise else max(self.total, cost.nats + cost.noise)) < bound)
-
-    def left_by_time(self, rescue: str | None = None) -> list[tuple[float, float]]:
-        """Return (extra time, nats left by the values) from no pin to all useful pins.
-
-        With `rescue`, pins are to this recipe alone.
-        """
-        return front(self._prices_on(rescue), self.costs, self.recipe, self.groups)
 
     def worst(self, gemm: str = "fprop") -> list[GemmCost]:
         """Return the rows of one GEMM of all operators, the largest value first."""

@@ -25,6 +25,7 @@ from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices
 from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.knapsack import front
 from gnmr.plan.page import page
 
 VOCABULARY, WIDTH, LENGTH = 24, 32, 12
@@ -686,7 +687,7 @@ def test_an_operator_that_alone_makes_predictions_nan_is_the_worst_and_is_kept()
     assert "layers.0.v_proj" not in plan.prices and plan.expected is None and np.isfinite(found.remaining["plan"].kl)
     html = page(found, "", {})
     assert "nan%" not in html and "inf%" not in html
-    assert all(np.isfinite(left) for _, left in found.left_by_time()[1:])
+    assert all(np.isfinite(left) for _, left in front(found.prices, found.costs, found.recipe, found.groups)[1:])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def shown(console_text: str) -> str:
 
 def test_picture_on_a_terminal(tmp_path: Path) -> None:
     file = io.StringIO()
-    view = LiveView("auto", 20, Console(force_terminal=True, file=file, width=80, _environ={"TERM": "xterm"}))
+    view = LiveView("auto", Console(force_terminal=True, file=file, width=80, _environ={"TERM": "xterm"}))
     drive(view, tmp_path)
     text = shown(file.getvalue())
     assert "40/40" in text and "0:00:00 left" in text
@@ -77,7 +77,7 @@ def test_picture_on_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["auto", "plain"])
 def test_plain_lines_without_a_terminal(tmp_path: Path, mode: str) -> None:
     file = io.StringIO()
-    drive(LiveView(mode, 20, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), tmp_path)
+    drive(LiveView(mode, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), tmp_path)
     lines = shown(file.getvalue()).splitlines()
     assert lines[0] == ("int4-abc-s0: 40 steps of 2,048 tokens, 1.23 M parameters, 4 units, cpu, records in runs/x")
     assert lines[1] == "step 20/40  loss 3.2500  lr 3.33e-04  recovery 2/4  left 0:00:00"
@@ -90,7 +90,7 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, mode: str) -> None:
 def picture(width: int, rows: Any, row: dict[str, Any], events: list[dict[str, Any]], height: int = 40) -> str:
     size: dict[str, Any] = {"width": width, "height": height, "_environ": {"TERM": "xterm"}}
     console = Console(force_terminal=True, file=io.StringIO(), **size)
-    view = LiveView("auto", 20, console)
+    view = LiveView("auto", console)
     view._info = INFO
     for loss in (4.0, 3.0, 2.0):
         view.step(row | {"loss": loss}, rows)
@@ -147,13 +147,13 @@ def test_all_who_are_in_recovery_are_shown_or_counted() -> None:
 
 def test_off_only_says_what_it_is_told(tmp_path: Path) -> None:
     file = io.StringIO()
-    drive(LiveView("off", 20, Console(force_terminal=True, file=file, width=80)), tmp_path)
+    drive(LiveView("off", Console(force_terminal=True, file=file, width=80)), tmp_path)
     assert shown(file.getvalue()) == "a [bold]message[/bold]\n"
 
 
 def test_a_resumed_run_measures_its_own_pace(clock: SimpleNamespace) -> None:
     file = io.StringIO()
-    view = LiveView("plain", 20, Console(file=file, width=80))
+    view = LiveView("plain", Console(file=file, width=80))
     view.start(RunInfo("n", Path("x"), "a", "cpu", 100, 0, 4, 10, 2048, start_step=59))
     view.step(step_row(60), None)
     assert "from step 60" in file.getvalue()
@@ -165,17 +165,17 @@ def test_a_resumed_run_measures_its_own_pace(clock: SimpleNamespace) -> None:
 
 
 def test_lines_of_a_sweeps_cell_go_to_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drive(LiveView("log", 20, folder=tmp_path), tmp_path)
+    drive(LiveView("log", folder=tmp_path), tmp_path)
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert lines[0].startswith("int4-abc-s0: 40 steps of 2,048 tokens") and lines[-1] == "next: gnmr report runs/x"
     assert lines[1].startswith("step 20/40  loss 3.2500")
     (tmp_path / "log.txt").unlink()
     (tmp_path / "log.txt").symlink_to(tmp_path / "elsewhere")
-    drive(LiveView("log", 20, folder=tmp_path), tmp_path)  # a log that cannot be written stops nothing
+    drive(LiveView("log", folder=tmp_path), tmp_path)  # a log that cannot be written stops nothing
     assert not (tmp_path / "elsewhere").exists() and capsys.readouterr().out == ""
     if Path("/dev/full").exists():
         with Path("/dev/full").open("w") as full:
-            view = LiveView("log", 20, folder=tmp_path)
+            view = LiveView("log", folder=tmp_path)
             view._console, view._log = Console(file=full), full
             drive(view, tmp_path)
         assert capsys.readouterr().out == ""

@@ -27,6 +27,7 @@ from gnmr.streams import unread
 
 LOG = "log.txt"  # in a run's folder, what `mode="log"` writes
 
+_PLAIN_EVERY = 20  # steps between plain lines
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
 _MOST_SHOWN = 16  # in recovery; the others are counted
@@ -54,15 +55,12 @@ class RunInfo:
 class LiveView:
     """Shows one run. `step` and `eval` only keep references; the picture is drawn at most four times a second."""
 
-    def __init__(
-        self, mode: str = "auto", plain_every: int = 20, console: Console | None = None, folder: Path | None = None
-    ) -> None:
+    def __init__(self, mode: str = "auto", console: Console | None = None, folder: Path | None = None) -> None:
         """Show nothing until `start`.
 
         Args:
             mode: auto (a picture on a terminal, else plain lines), plain, log (plain lines to log.txt in `folder`), or
                 off (only what `say` is given).
-            plain_every: steps between plain lines.
             console: standard output by default.
             folder: the run's folder.
         """
@@ -73,7 +71,6 @@ class LiveView:
         if mode == "auto":
             mode = "picture" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self._mode = mode
-        self._plain_every = plain_every
         self._info: RunInfo | None = None
         self._live: Picture | None = None
         self._row: dict[str, Any] = {}
@@ -108,7 +105,7 @@ class LiveView:
             self._first = row["step"], time.monotonic()
         if self._mode == "plain" and self._info is not None:
             step = row["step"]
-            if step % self._plain_every == 0 or step == self._info.total_steps:
+            if step % _PLAIN_EVERY == 0 or step == self._info.total_steps:
                 self.say(self._step_line(row))
 
     def eval(self, row: dict[str, Any]) -> None:
