@@ -458,6 +458,15 @@ def _set_forward(block: nn.Module, forward: Any) -> None:
         block.forward = forward
 
 
+def set_tensor(module: nn.Module, key: str, values: Tensor, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Give a module the values of its parameter or buffer `key`, floating-point ones in `dtype` (None: as they are)."""
+    values = values.to(device)
+    if values.is_floating_point() and dtype is not None:
+        values = values.to(dtype)
+    # A weight has to require a gradient for its operator to keep what wgrad reads.
+    setattr(module, key, nn.Parameter(values) if isinstance(getattr(module, key), nn.Parameter) else values)
+
+
 class BlockWeights:
     """The weights of blocks, which are read and widened while a block runs, and dropped afterwards."""
 
@@ -482,12 +491,9 @@ class BlockWeights:
                 where = f"{prefix}{path}." if path else prefix
                 buffers = [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
                 for key, tensor in [*module.named_parameters(recurse=False), *buffers]:
-                    values = self._read(where + key).to(self._device)
-                    if values.is_floating_point():
-                        values = values.to(self._dtype)
+                    values = self._read(where + key)
                     stored.append((module, key, tensor))
-                    # A weight has to require a gradient for its operator to keep what wgrad reads.
-                    setattr(module, key, nn.Parameter(values) if isinstance(tensor, nn.Parameter) else values)
+                    set_tensor(module, key, values, self._dtype, self._device)
             yield
         finally:
             for module, key, tensor in stored:

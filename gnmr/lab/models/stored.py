@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gnmr.errors import UserError
 from gnmr.lab.models.pretrained import check_files, local, need, open_config, quiet
-from gnmr.measure.blocks import named_blocks
+from gnmr.measure.blocks import named_blocks, set_tensor
 
 
 class NotReadByBlocks(UserError):
@@ -126,14 +126,7 @@ def open_stored(checkpoint: str, dtype: torch.dtype | None, device: torch.device
             )
         if isinstance(tensor, nn.Parameter) and name.startswith(blocks):
             continue
-        values = weights.read(name).to(device=device)
-        if values.is_floating_point() and dtype is not None:
-            values = values.to(dtype)
         path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        if isinstance(tensor, nn.Parameter):
-            module._parameters[key] = nn.Parameter(values, requires_grad=False)
-        else:
-            module._buffers[key] = values
+        set_tensor(model.get_submodule(path), key, weights.read(name), dtype, device)
     model.tie_weights()
     return model.eval(), weights
