@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -87,7 +88,7 @@ def run(out: Path, words: list[str]) -> None:
     import torch
 
     row = {
-        "command": " ".join(["gnmr diagnose", Path(words[0]).name, *words[1:]]),
+        "command": " ".join(["gnmr diagnose", *(re.sub(r"(^|=)/\S*/", r"\1", word) for word in words)]),  # no folders
         "exit_code": os.waitstatus_to_exitcode(status),
         "seconds": round(time.perf_counter() - began, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
