@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SIDES = ("trainer", "rollout")
 _TEXT = """\
 RUN is a run folder: its newest checkpoint on its own low path, with its pins, on its own validation data. CHECKPOINT is
-a folder with a Hugging Face checkpoint of a causal model, or its name on the hub, with data=FILE.txt; with recipe=
+a folder with a Hugging Face checkpoint, or its name on the hub, with data= as `gnmr diagnose` takes it; with recipe=
 its linears are put on that recipe, less what the lists leave out, else they are audited as they are. Nothing is trained
 and nothing written but out=. A model that torchao or Transformer Engine converted lives in your own loop:
 
@@ -138,7 +138,7 @@ def _linears(place: str, config: Config | None) -> ModelLinears:
     # An empty model on the meta device has all the names, so no weights are read.
     checkpoint = place if config is None else config.model.checkpoint
     if checkpoint is not None:
-        return linears_of(pretrained.empty(checkpoint, torch.bfloat16, place), checkpoint)
+        return linears_of(pretrained.empty(checkpoint, torch.bfloat16, place, causal=False), checkpoint)
     assert config is not None
     with torch.device("meta"):
         model: nn.Module = models.build(config.model, config.data.vocab_size, config.training.seq_len)

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 _TEXT = """\
 RUN is a run folder (its newest checkpoint, by default on its own validation data); CHECKPOINT is a folder with a
-Hugging Face checkpoint of a causal model (config.json, *.safetensors, tokenizer), or such a checkpoint's name on
-the hub, with data=FILE.txt. Nothing is trained, and nothing written but what out= and html= name.
+Hugging Face checkpoint (config.json, *.safetensors, tokenizer), or such a checkpoint's name on the hub, with
+data=FILE.txt. It is a causal, image-text, encoder-decoder, speech or masked language model; of an image-text or speech
+model, data=FOLDER may hold pictures or NAME.wav, each with its text in NAME.txt. Nothing is trained, and nothing
+written but what out= and html= name.
 
   gnmr diagnose runs/act_quant_stress/RUN recipe=nvfp4 rescue=mxfp8,bf16 budget=+10% out=plan/
   gnmr train experiment=act_quant_stress plan=plan/plan.json
@@ -145,6 +147,8 @@ def main(argv: list[str]) -> int:
         )
     options.batches = options.batches or (16 if config is not None else 8)
     options.held_out = options.batches // 4 if options.held_out is None else options.held_out
+    if plan is None and options.targets is None:
+        path_options["targets"] = subject.targets
     blocks = blocks_for(subject, options, options.batches, options.held_out)
     size = f"{options.batches} + {options.held_out} batches of {blocks.size} x {blocks.length} tokens"
     say(printable(f"gnmr: {subject.name}: {size} on {subject.device}"), by_words=True)
@@ -247,7 +251,8 @@ def _state_folder(out: Path, command: object, place: str, subject: Subject, bloc
     facts = (command, dates, f"{subject.device}", gnmr.__version__, torch.__version__)
     digest = hashlib.sha256(repr(facts).encode())
     for batch in (*blocks.batches, *blocks.held_out):
-        for tensor in (batch.tokens, batch.targets):
+        further = [x for x in (batch.inputs or {}).values() if isinstance(x, torch.Tensor)]
+        for tensor in (batch.tokens, batch.targets, *further):
             digest.update(tensor.cpu().numpy().tobytes())
     with writing(f"out={out}"):
         out.mkdir(exist_ok=True)

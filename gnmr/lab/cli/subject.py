@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def add_options(parser: Parser, batches: str) -> None:
     """Add the options for the text, its `batches` and the device."""
-    parser.option("data", path, "a file of text, of which the model's own tokens are read")
+    parser.option("data", path, "a file of text, of which the model's own tokens are read, or a folder")
     parser.option(
         "batch_size", whole(1), f"blocks of {batches}; default: as many as make 1,024 tokens, of a checkpoint 512"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ class Batch:
     """(B, T) int64, restarting from 0 at each document of a sequence. If None, each sequence is one document."""
     num_targets: int = -1
     """Number of targets with loss. If it is not given, it is counted at construction."""
+    inputs: Mapping[str, Any] | None = None
+    """All arguments of a model that is no causal language model; its logits are those of `tokens`."""
 
     def __post_init__(self) -> None:
         if self.num_targets < 0:
@@ -38,10 +41,14 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Copy the batch to `device`. The copies are from pageable memory, so they may wait for the device."""
         positions = None if self.positions is None else self.positions.to(device)
-        return Batch(self.tokens.to(device), self.targets.to(device), positions, self.num_targets)
+        inputs = self.inputs
+        if inputs is not None:
+            inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        return Batch(self.tokens.to(device), self.targets.to(device), positions, self.num_targets, inputs)
 
     def split(self, size: int) -> list[Batch]:
         """Split into batches of at most `size` sequences, in order. Call it on the CPU, because it counts targets."""
+        assert self.inputs is None, "other arguments than tokens are made batch by batch"
         count = -(-len(self) // size)
         positions = [None] * count if self.positions is None else list(self.positions.split(size))
         batches = zip(self.tokens.split(size), self.targets.split(size), positions, strict=True)
@@ -53,11 +60,13 @@ class Batch:
 
 
 def model_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the keyword arguments of a causal language model of transformers, such that documents stay separate.
+    """Return the keyword arguments of a language model of transformers, such that documents stay separate.
 
     If positions restart, transformers 5 builds the block-diagonal causal mask. It does so only without an attention
     mask and without a cache of keys and values: hence `use_cache=False`. It inspects the positions once per forward
     pass, with or without documents in them, and waits for a GPU there.
     """
+    if batch.inputs is not None:
+        return dict(batch.inputs)
     inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
     return inputs if batch.positions is None else inputs | {"position_ids": batch.positions}

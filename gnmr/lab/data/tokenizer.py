@@ -121,11 +121,20 @@ def begin_tokens(tokenizer: Tokenizer) -> list[int]:
     A "bos_token" that a checkpoint names does not count, because GPT-2 and others name one that training never used.
     `tokenizer` has no truncation and no padding.
     """
+    return tokens_around(tokenizer)[0]
+
+
+def tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids of the tokens that the tokenizer puts before and after a text, as BERT's [CLS] and [SEP].
+
+    `tokenizer` has no truncation and no padding.
+    """
     encoding = tokenizer.encode("", add_special_tokens=False)
     text = 2**32 - 1  # in place of a text, since a vocabulary may have no token for a given one
     encoding.pad(len(encoding.ids) + 1, direction="left", pad_id=text)
     ids = tokenizer.post_process(encoding).ids
-    return list(ids[: ids.index(text)])
+    place = ids.index(text)
+    return list(ids[:place]), list(ids[place + 1 :])
 
 
 @dataclass(frozen=True)

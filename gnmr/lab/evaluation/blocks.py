@@ -16,7 +16,9 @@ from gnmr.lab.data.cache import Documents
 from gnmr.lab.data.corpora import utf8
 from gnmr.lab.data.packing import packed_validation
 from gnmr.lab.data.sequences import validation_sequences
+from gnmr.lab.evaluation.inputs import Examples, examples_in_folder, examples_of_text
 from gnmr.lab.evaluation.subjects import Subject, run_corpus
+from gnmr.lab.models.kinds import CAUSAL, IMAGE_TEXT
 from gnmr.lab.train.build import apart
 from gnmr.measure.kl import IGNORED
 
@@ -56,7 +58,8 @@ def blocks_of(
 
     Args:
         subject: The model; it determines the tokenizer and the longest block.
-        data: A text file in the subject's tokens, or None for the validation data of a run.
+        data: A text file in the subject's tokens, a folder of sound or pictures with a text each (`inputs`), or None
+            for the validation data of a run.
         batches: The number of batches.
         held_out: The number of further batches, which share no block with the former.
         length: Tokens per block. By default the run's training length, or for a checkpoint at most `LONGEST`.
@@ -74,22 +77,36 @@ def blocks_of(
     length = length or (longest if run else min(longest, LONGEST))
     blocks_wanted = size or max(1, (TOKENS if run else TOKENS // 2) // length)
     num_batches = batches + held_out
-    pool, where = _blocks(subject, data, length, num_batches * blocks_wanted)
-    blocks_per_batch = min(blocks_wanted, len(pool) // num_batches)
+    pool, where = _pool(subject, data, length, num_batches * blocks_wanted)
+    blocks_per_batch = min(blocks_wanted, pool.number // num_batches)
     if blocks_per_batch == 0 or (size is not None and blocks_per_batch < size):
         least = f"{num_batches * (size or 1)}: batches={batches} and {held_out} held out, of {size or 1} each"
         raise UserError(
-            f"{where}: has {len(pool)} blocks of {length} tokens and needs {least}; use more text, or a smaller block"
+            f"{where}: has {pool.number} blocks of {length} tokens and needs {least}; use more text, or a smaller block"
         )
     # The seed is fixed: every diagnosis of a subject reads the same batches.
-    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))[: num_batches * blocks_per_batch]
-    positions = None if pool.positions is None else pool.positions[order]
-    all_batches = Batch(pool.tokens[order], pool.targets[order], positions).split(blocks_per_batch)
+    order = torch.randperm(pool.number, generator=torch.Generator().manual_seed(0))[: num_batches * blocks_per_batch]
+    all_batches = [pool.batch(places) for places in order.split(blocks_per_batch)]
     empty = sum(batch.num_targets == 0 for batch in all_batches)
     if empty:
         raise UserError(f"{where}: {empty} batches have no targets; use larger ones (batch_size)")
     all_batches = [batch.to(subject.device) for batch in all_batches]
     return TextBlocks(all_batches[:batches], all_batches[batches:], length, blocks_per_batch)
+
+
+def _pool(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Examples, str]:
+    """Return the sequences, at most `number` of a causal language model, and their source for messages."""
+    if data is not None and data.is_dir():
+        return examples_in_folder(subject, data, length), f"data={data}"
+    if data is not None and subject.kind not in (CAUSAL, IMAGE_TEXT):
+        return examples_of_text(subject, _encoded(subject, data), length), f"data={data}"
+    blocks, where = _blocks(subject, data, length, number)
+
+    def batch(places: torch.Tensor) -> Batch:
+        positions = None if blocks.positions is None else blocks.positions[places]
+        return Batch(blocks.tokens[places], blocks.targets[places], positions)
+
+    return Examples(len(blocks), batch), where
 
 
 def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tuple[Batch, str]:

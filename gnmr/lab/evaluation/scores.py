@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gnmr.errors import RunFailed, UserError
 from gnmr.formats import Recipe
-from gnmr.lab.evaluation.subjects import tokenizer_with_end
+from gnmr.lab.evaluation.subjects import tokenizer_of_kind
 from gnmr.lab.models import pretrained
 from gnmr.lab.train.build import Parts
 from gnmr.lab.train.memory import out_of_memory
@@ -112,7 +112,7 @@ class _Live:
 def _tokenizer(parts: Parts) -> Any:
     if (checkpoint := parts.config.model.checkpoint) is None:
         return pretrained.tokenizer_of(parts.corpus.tokenizer_path)
-    return tokenizer_with_end(checkpoint)
+    return tokenizer_of_kind(checkpoint)
 
 
 def _loaded(parts: Parts, name: str) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The models that `gnmr diagnose` and `gnmr audit` load: a run, or a Hugging Face checkpoint of a causal model."""
+"""The models that `gnmr diagnose` and `gnmr audit` load: a run, or a Hugging Face checkpoint of one of `KINDS`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from gnmr.lab.config import Config, config_hash, read
 from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.models import pretrained
+from gnmr.lab.models.kinds import CAUSAL, IMAGE_TEXT, MASKED, ModelKind, kind_of
 from gnmr.lab.models.stored import NotReadByBlocks, StoredWeights, open_stored
 from gnmr.lab.train.build import pretrained_model
 from gnmr.lab.train.checkpoint import load_model
 from gnmr.lab.train.memory import refuse_checkpoint, refuse_run
+from gnmr.measure.blocks import named_blocks
 from gnmr.options import one_of
 from gnmr.records.disk import check_tree
 from gnmr.records.reader import read_json
@@ -36,7 +38,7 @@ class Text:
 
     tokenizer: Any
     eos: int
-    """The token that ends a text."""
+    """The token that ends a text, or the one that separates two."""
     from_scratch: bool = False
     """True for the tokenizer of a run that began from scratch: its end token, and none else, separates documents."""
 
@@ -52,15 +54,20 @@ class Text:
 
     def begin(self) -> list[int]:
         """Return the tokens that the tokenizer puts before a text; none also if training put none there."""
-        if self.from_scratch:
-            return []
+        return [] if self.from_scratch else self.around()[0]
+
+    def around(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the tokenizer puts before and after a text."""
         tokenizer = self._backend()
         if tokenizer is not None:
-            return bpe.begin_tokens(tokenizer)
+            return bpe.tokens_around(tokenizer)
         plain, with_special = (
             list(self.tokenizer.encode("a", add_special_tokens=special)) for special in (False, True)
         )
-        return with_special[: with_special.index(plain[0])] if plain else []
+        if not plain:
+            return [], []
+        place = with_special.index(plain[0])
+        return with_special[:place], with_special[place + len(plain) :]
 
     def _backend(self) -> Any:
         """Return a copy of the tokenizer as one of the library tokenizers; None for one of transformers in Python.
@@ -93,6 +100,21 @@ class Subject:
     """Facts for records: kind, model, dtype, ..."""
     weights: StoredWeights | None = None
     """Reads the weights of the blocks, if the model has them on the meta device."""
+    kind: ModelKind = CAUSAL
+    """Which inputs the model takes (`gnmr.lab.evaluation.inputs`)."""
+
+    @property
+    def targets(self) -> list[str] | None:
+        """Patterns of the linears that a diagnosis is about by default: of an image-text model those of its text part.
+
+        None: those that every diagnosis takes.
+        """
+        if self.kind is not IMAGE_TEXT:
+            return None
+        model: Any = self.model
+        decoder = model.get_decoder()
+        prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+        return [".".join(filter(None, (prefix, named_blocks(decoder)[0], "*")))]
 
 
 def load_subject(
@@ -122,11 +144,12 @@ def load_subject(
         with reading(folder):
             return _run(folder, where)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if not any((folder / name).is_file() for name in ("config.json", "model_index.json")):
             raise UserError(f"{path}: neither a run (config.yaml) nor a Hugging Face checkpoint (config.json)")
     elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         raise UserError(f"{path}: there is no such run, checkpoint folder or hub name")
-    if by_blocks:
+    with_blocks = by_blocks and kind_of(pretrained.open_config(path, path, causal=False)) is CAUSAL
+    if with_blocks:
         try:
             return _stored_checkpoint(path, where, floats)
         except NotReadByBlocks as error:
@@ -226,18 +249,21 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
 
 
 def _checkpoint(name: str, device: torch.device, **purpose: Any) -> Subject:
-    tokenizer_with_end(name)  # check first: it is missing more often than the weights, which load for minutes
-    refuse_checkpoint(pretrained.tensors_of(pretrained.local(name, name)), device, where=name, **purpose)
-    model = pretrained.load(name, "auto", device, where=name)
+    kind = kind_of(pretrained.open_config(name, name, causal=False))
+    assert kind is not None
+    tokenizer_of_kind(name, kind)  # check first: it is missing more often than the weights, which load for minutes
+    folder = pretrained.local(name, name, causal=False)
+    refuse_checkpoint(pretrained.tensors_of(folder), device, where=name, **purpose)
+    model = pretrained.load(name, "auto", device, where=name, causal=False)
     facts = {"kind": "checkpoint", "model": model.config.model_type}  # type: ignore[union-attr]
     facts |= {"parameters": sum(p.numel() for p in model.parameters())}
-    facts |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    return _hugging_face_subject(name, model, name, device, None, facts)
+    facts |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "loaded_by": kind.auto_class}
+    return _hugging_face_subject(name, model, name, device, None, facts, kind)
 
 
 def _stored_checkpoint(name: str, device: torch.device, floats: bool) -> Subject:
     """Return a checkpoint whose blocks stay on disk. Raises NotReadByBlocks if they cannot be read one by one."""
-    tokenizer_with_end(name)
+    tokenizer_of_kind(name)
     model, weights = open_stored(name, torch.float32 if floats else None, device)
     config: Any = model.config
     facts = {"kind": "checkpoint", "model": config.model_type}
@@ -257,16 +283,26 @@ def _hugging_face_subject(
     device: torch.device,
     converted: ConvertedModel | None,
     facts: dict[str, Any],
+    kind: ModelKind = CAUSAL,
 ) -> Subject:
-    """Return a Hugging Face model with the tokenizer of `checkpoint`. Raises UserError like `tokenizer_with_end`."""
-    tokenizer = tokenizer_with_end(checkpoint)
-    text, longest = Text(tokenizer, tokenizer.eos_token_id), pretrained.max_length(model)
-    return Subject(name, model, text, longest, len(model.get_input_embeddings().weight), device, converted, facts)
+    """Return a Hugging Face model with the tokenizer of `checkpoint`. Raises UserError like `tokenizer_of_kind`."""
+    tokenizer = tokenizer_of_kind(checkpoint, kind)
+    end, longest = tokenizer.eos_token_id, pretrained.max_length(model)
+    if kind is MASKED:
+        # RoBERTa's table of positions begins with two rows that no token reads, which only its tokenizer says.
+        end, longest = tokenizer.sep_token_id if end is None else end, min(longest, tokenizer.model_max_length)
+    vocabulary = len(model.get_input_embeddings().weight)
+    return Subject(name, model, Text(tokenizer, end), longest, vocabulary, device, converted, facts, kind=kind)
 
 
-def tokenizer_with_end(checkpoint: str) -> Any:
-    """Return the tokenizer of a checkpoint. Raises UserError if it is missing, or has no token that ends a text."""
+def tokenizer_of_kind(checkpoint: str, kind: ModelKind = CAUSAL) -> Any:
+    """Return the tokenizer of a checkpoint.
+
+    Raises UserError if it is missing, or has no token that ends a text, or that masks others for a masked-LM head.
+    """
     tokenizer = pretrained.open_tokenizer(checkpoint)
-    if tokenizer.eos_token_id is None:
+    if kind is MASKED and tokenizer.mask_token_id is None:
+        raise UserError(f"{checkpoint}: its tokenizer has no mask token: mask_token in tokenizer_config.json")
+    if tokenizer.eos_token_id is None and (kind is not MASKED or tokenizer.sep_token_id is None):
         raise UserError(f"{checkpoint}: its tokenizer has no end-of-text token: eos_token in tokenizer_config.json")
     return tokenizer

@@ -23,8 +23,8 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import cache
 from importlib.util import find_spec
@@ -40,6 +40,7 @@ from gnmr.lab.config.model import AdapterConfig
 from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import cpu_products
 from gnmr.lab.models.decoders import Llama
+from gnmr.lab.models.kinds import CAUSAL, IN_PYTHON, MASKED, kind_of
 from gnmr.patterns import select
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
@@ -52,6 +53,8 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes, as named by safetensors, of weights without a quantization_config."""
 _DEQUANTIZED = ("fp8", "mxfp4")
 """Methods whose weights transformers dequantizes when asked; a GPU that multiplies them would keep them otherwise."""
+_BESIDE_MASKED = (".pooler.", "cls.seq_relationship.")
+"""Parts of names of weights that encoders were trained with, besides the head that predicts masked tokens."""
 _BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias", ".attention.bias", ".position_ids", ".cos_cached", ".sin_cached")
 """Name endings of buffers that a model computes and that older versions wrote into checkpoints."""
 
@@ -62,25 +65,30 @@ def need(package: str, what: str) -> None:
         raise UserError(f"{what}: needs {package}, which is missing here; {install('finetune')}")
 
 
-def open_config(checkpoint: str, where: str | None = None) -> Any:
-    """Return the `PretrainedConfig` of a checkpoint. Raises UserError unless it is a causal language model.
+def open_config(checkpoint: str, where: str | None = None, *, causal: bool = True) -> Any:
+    """Return the `PretrainedConfig` of a checkpoint.
 
-    Messages name the checkpoint as `where`, by default as model.checkpoint.
+    Messages name the checkpoint as `where`, by default as model.checkpoint. Raises UserError unless it is a causal
+    language model, or without `causal` a model of one of `KINDS`.
     """
     where = where or f"model.checkpoint={checkpoint}"
     need("transformers", where)
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
+        _refuse_diffusion(folder, where)
         if not (folder / "config.json").is_file():
             raise UserError(f"{where}: the folder has no config.json; give one in Hugging Face's layout")
     elif folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
         raise UserError(f"{where}: there is no such folder or hub name")
-    with quiet(), _one_line(where, folder.is_dir()):
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    with quiet(), one_line(where, folder.is_dir()):
+        from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
-        if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if causal and (getattr(config, "is_encoder_decoder", False) or CAUSAL.class_of(config) is None):
             raise _not_causal(config, where)
+        if not causal and kind_of(config) is None:
+            saved_as = ", ".join(getattr(config, "architectures", None) or ()) or f"a {config.model_type} model"
+            raise UserError(f"{where}: {saved_as} has no logits that the commands can ask for: {IN_PYTHON}")
     if isinstance(layers := getattr(config, "num_hidden_layers", 0), int) and layers > MAX_LAYERS:
         raise UserError(f"{where}: config.json says {layers:,} layers, {MAX_LAYERS:,} are the most")
     return config
@@ -88,9 +96,18 @@ def open_config(checkpoint: str, where: str | None = None) -> Any:
 
 def _not_causal(config: Any, where: str) -> UserError:
     return UserError(
-        f"{where}: a {config.model_type} model is not a causal language model, the only kind that the commands read; "
+        f"{where}: a {config.model_type} model is not a causal language model, the only kind that training reads; "
         "gnmr.diagnose, gnmr.audit and gnmr.attach take any model in Python, with a loss of your own"
     )
+
+
+def _refuse_diffusion(folder: Path, where: str) -> None:
+    """Raise UserError if the folder is a pipeline of diffusers, or a part of one."""
+    of_diffusers = (folder / "model_index.json").is_file()
+    with suppress(OSError, ValueError, RecursionError):  # a damaged config.json has a message of its own
+        of_diffusers |= "_diffusers_version" in json.loads((folder / "config.json").read_bytes())
+    if of_diffusers:
+        raise UserError(f"{where}: a diffusion model has no logits that the commands can ask for: {IN_PYTHON}")
 
 
 def check_files(folder: Path) -> list[Path]:
@@ -126,17 +143,17 @@ def tensors_of(folder: Path) -> dict[str, tuple[tuple[int, ...], int]]:
     return tensors
 
 
-def local(checkpoint: str, where: str | None = None) -> Path:
+def local(checkpoint: str, where: str | None = None, *, causal: bool = True) -> Path:
     """Return the folder of a checkpoint. Files of a hub checkpoint are fetched into the hub's cache.
 
     These are config, safetensors and tokenizer. Raises UserError if the hub cannot be reached. See `open_config` for
-    `where`.
+    `where` and `causal`.
     """
     where = where or f"model.checkpoint={checkpoint}"
-    open_config(checkpoint, where)
+    open_config(checkpoint, where, causal=causal)
     if (folder := Path(checkpoint).expanduser()).is_dir():
         return folder
-    with quiet(), _one_line(where, local=False):
+    with quiet(), one_line(where, local=False):
         return _fetched(checkpoint)
 
 
@@ -148,22 +165,26 @@ def _fetched(name: str) -> Path:
     return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "tokenizer*"]))
 
 
-def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where: str | None = None) -> nn.Module:
+def load(
+    checkpoint: str, dtype: torch.dtype | str, device: torch.device, where: str | None = None, *, causal: bool = True
+) -> nn.Module:
     """Return the model of a checkpoint on `device`, in training mode, with every weight trainable.
 
     `dtype` is the dtype of the weights, or "auto" to keep the checkpoint's. Only safetensors are read. See
-    `open_config` for `where`. `model.separates_documents` is True if documents of a sequence do not attend to each
-    other under `model_inputs`.
+    `open_config` for `where` and `causal`. `model.separates_documents` is True if documents of a sequence do not attend
+    to each other under `model_inputs`.
 
-    Raises UserError if the checkpoint is missing, damaged, or not a causal language model, or if transformers keeps it
-    quantized. Its weights must be exactly the weights of the model that config.json describes.
+    Raises UserError if the checkpoint is missing, damaged, or of another kind, or if transformers keeps it quantized.
+    Its weights must be exactly the weights of the model that config.json describes.
     """
     where = where or f"model.checkpoint={checkpoint}"
-    config = open_config(checkpoint, where)
-    folder = local(checkpoint, where)
+    config = open_config(checkpoint, where, causal=causal)
+    kind = CAUSAL if causal else kind_of(config)
+    assert kind is not None
+    folder = local(checkpoint, where, causal=causal)
     files = check_files(folder)
     quantization = getattr(config, "quantization_config", None)
-    with quiet(), _one_line(where):
+    with quiet(), one_line(where):
         from transformers.quantizers import AutoHfQuantizer
 
         supported = quantization is not None and AutoHfQuantizer.supports_quant_method(quantization)
@@ -174,10 +195,10 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
     if dequantized:
         config.quantization_config["dequantize"] = True
     cpu_products.provide()
-    with quiet(), _one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
-        from transformers import AutoModelForCausalLM
+    with quiet(), one_line(where), torch.random.fork_rng(devices=[]):  # some families draw before they read
+        import transformers
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = getattr(transformers, kind.auto_class).from_pretrained(
             str(folder),
             config=config,
             trust_remote_code=False,
@@ -193,7 +214,8 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
             f"{where}: transformers keeps it quantized ({model.quantization_method.value}), so no other casts "
             "can be in force; give the checkpoint in 16 or 32 bits"
         )
-    _check_weights(report, where)
+    beside = _BESIDE_MASKED if kind is MASKED else ()
+    _check_weights(report, where, beside)
     if dtype == torch.float32:  # of an FP8 checkpoint transformers leaves the rest in bfloat16, whatever is asked for
         model.float()
     if dequantized:
@@ -201,7 +223,9 @@ def load(checkpoint: str, dtype: torch.dtype | str, device: torch.device, where:
         # not at all. transformers has no public option for a plain save of a model that it dequantized.
         model._weight_conversions = None
     model.config.use_cache = False
-    with quiet(), _one_line(where, problem="cannot be run"):
+    if kind is not CAUSAL:
+        return cast(nn.Module, model.train())
+    with quiet(), one_line(where, problem="cannot be run"):
         reads = _reads(model.eval())
     if reads & {6, 7}:
         raise _not_causal(model.config, where)
@@ -237,7 +261,8 @@ def _reads(model: Any) -> set[int]:
 def max_length(model: nn.Module) -> int:
     """Return the largest number of tokens that a checkpoint's model supports, or `MAX_TOKENS` if it is unspecified."""
     config: Any = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len", "context_length"))
+    names = ("max_position_embeddings", "max_seq_len", "context_length", "max_target_positions")
+    limits = (getattr(config, name, None) for name in names)
     return next((number for number in limits if isinstance(number, int) and number > 0), MAX_TOKENS)
 
 
@@ -260,16 +285,18 @@ def _check_dtypes(files: list[Path], where: str) -> None:
                     )
 
 
-def _check_weights(report: Mapping[str, Any], where: str) -> None:
+def _check_weights(report: Mapping[str, Any], where: str, beside: Sequence[str] = ()) -> None:
     """Raise UserError unless files and model have the same weights, according to the loading report of transformers.
 
-    The report does not contain weights that a class omits on purpose.
+    The report does not contain weights that a class omits on purpose. The files may have more weights whose names
+    contain one of `beside`.
     """
     mismatched = [
         f"{name} is {[*in_file]} in the file, {[*in_config]} by config.json"
         for name, in_file, in_config in report["mismatched_keys"]
     ]
     surplus = [name for name in report["unexpected_keys"] if not name.endswith(_BUFFERS)]
+    surplus = [name for name in surplus if not any(part in name for part in beside)]
     for names, problem in (
         (report["missing_keys"], "missing in its files"),
         (mismatched, "of another shape than config.json says"),
@@ -280,14 +307,17 @@ def _check_weights(report: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: weights {problem} ({first}); give the config.json that belongs to these files")
 
 
-def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None) -> nn.Module:
+def empty(checkpoint: str, dtype: torch.dtype, where: str | None = None, *, causal: bool = True) -> nn.Module:
     """Return the model that `load` returns on the meta device: shapes without weights."""
     where = where or f"model.checkpoint={checkpoint}"
-    config = open_config(checkpoint, where)
-    with quiet(), _one_line(where), torch.device("meta"):
-        from transformers import AutoModelForCausalLM
+    config = open_config(checkpoint, where, causal=causal)
+    kind = CAUSAL if causal else kind_of(config)
+    assert kind is not None
+    with quiet(), one_line(where), torch.device("meta"):
+        import transformers
 
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        auto_class: Any = getattr(transformers, kind.auto_class)
+        model: Any = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
     model.config.use_cache = False
     return cast(nn.Module, model.train())
 
@@ -419,10 +449,20 @@ def open_tokenizer(checkpoint: str) -> Any:
             of_sentencepiece = file.read(1) == b"\n"  # a protocol buffer; a tiktoken file begins with text
         if of_sentencepiece and find_spec("sentencepiece") is None:
             raise UserError(f"{pieces}: needs sentencepiece, missing here; pip install sentencepiece protobuf")
-    with quiet(), _one_line(checkpoint, folder.is_dir()):
+    with quiet(), one_line(checkpoint, folder.is_dir()):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder if folder.is_dir() else checkpoint, trust_remote_code=False)
+
+
+def open_processor(checkpoint: str, auto_class: str) -> Any:
+    """Return the processor or feature extractor of a checkpoint by its Auto class. Raises UserError if it has none."""
+    folder = Path(checkpoint).expanduser()
+    with quiet(), one_line(checkpoint, problem="has no processor that can be loaded"):
+        import transformers
+
+        place = folder if folder.is_dir() else checkpoint
+        return getattr(transformers, auto_class).from_pretrained(place, trust_remote_code=False)
 
 
 def tokenizer_of(tokenizer: Path | str) -> Any:
@@ -439,7 +479,7 @@ def tokenizer_of(tokenizer: Path | str) -> Any:
 
 
 @contextmanager
-def _one_line(where: str, local: bool = True, problem: str = "cannot be loaded") -> Iterator[None]:
+def one_line(where: str, local: bool = True, problem: str = "cannot be loaded") -> Iterator[None]:
     """Raise UserError with one line for any error of the libraries about an unusable checkpoint."""
     try:
         yield

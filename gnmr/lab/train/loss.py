@@ -35,9 +35,17 @@ def logits_of(model: nn.Module, block: Batch, call: Callable[..., Any] | None = 
     if isinstance(model, Decoder):
         assert block.positions is None, "models of ours read one document a block"
         logits: Tensor = call(block.tokens)
-    else:
-        logits = call(**model_inputs(block)).logits
+        return logits
+    inputs = model_inputs(block)
+    if block.inputs is not None:  # sound and pictures are float32
+        dtype = next(model.parameters()).dtype
+        inputs = {name: x.to(dtype) if _is_floating(x) else x for name, x in inputs.items()}
+    logits = call(**inputs).logits
     return logits
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def num_targets(batch: Tensor | Batch) -> int:
