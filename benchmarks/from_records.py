@@ -1,0 +1,163 @@
+"""Print the figures of docs/evidence.md that follow from stored records, without a new measurement.
+
+    python benchmarks/from_records.py
+
+`ranks`     Spearman correlation of each score with the KL of single operators, and its 95% interval: percentiles of
+            2,000 bootstrap samples of operators. SmolLM2's operators include the highest by each estimate.
+`oracle`    nats that a plan to MXFP8 saves, over what the best plan saves (sum of single KLs, measured on the
+            held-out tokens themselves). Every score fills the same knapsack.
+`predicted` KL that plans of SmolLM2 leave, against the sum of the prices that they leave.
+`loss`      loss increase minus KL, with all operators in low precision, ± standard error over sequences.
+`forks`     fraction of the loss gap that forks recover, for each base checkpoint on which a plan was made once;
+            ± half the width of the 95% interval over data orders.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from scipy import stats
+
+from gnmr.plan.knapsack import choose
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SCORES = {
+    "by sequence": "drawn, by sequence",
+    "by token": "drawn, by token",
+    "by element": "drawn, by element",
+    "gradient norm": "gradient norm",
+    "MSE of input": "mse",
+}
+"""Names of the scores here and in the records of `price.py`. The first two are the price."""
+SAMPLES = 2000
+BUDGET = 0.3
+"""Extra time of fprop that plans of `oracle` may take: three tenths of the operators' area in MXFP8."""
+ARMS = ("plan", "bf16", "MSE", "random", "last", "last, bf16")
+
+Rows = Iterator[list[str]]
+
+
+def record(name: str) -> Any:
+    """Return the content of a record, a list of rows if it has one row a line."""
+    text = (RESULTS / name).read_text()
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+
+
+def interval_of_rank(score: np.ndarray, kl: np.ndarray) -> tuple[float, float]:
+    """Return the 95% interval of the rank correlation of two scores of the same operators, each (operators,)."""
+    drawn = np.random.default_rng(0).integers(0, len(kl), (SAMPLES, len(kl)))
+    ranks_of_score, ranks_of_kl = (stats.rankdata(values[drawn], axis=1) for values in (score, kl))
+    correlations = [np.corrcoef(*pair)[0, 1] for pair in zip(ranks_of_score, ranks_of_kl, strict=True)]
+    low, high = np.percentile(correlations, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def ranks() -> Rows:
+    yield ["ranks", *SCORES]
+    for name_of_model, model, file in (("0.9 M", "a", "price-kl-bases"), ("SmolLM2", "smollm2", "price-kl-smollm2")):
+        for cell in record(f"{file}.json")["cells"]:
+            if cell["model"] != model or cell["low"] not in ("nvfp4", "fp8_hybrid", "sim_e2m1"):
+                continue
+            kl, texts = np.array(cell["of_operators"]["kl"]), []
+            for key in SCORES.values():
+                score = np.array(cell["of_operators"][key])
+                low, high = interval_of_rank(score, kl)
+                texts.append(f"{stats.spearmanr(score, kl)[0]:.2f} ({low:.2f}, {high:.2f})")
+            yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts]
+
+
+def oracle() -> Rows:
+    yield ["oracle", *SCORES]
+    cells = {(cell["model"], cell["low"]): cell["of_operators"] for cell in record("price-kl-bases.json")["cells"]}
+    for low in ("nvfp4", "mxfp4", "sim_e2m1"):
+        shares = [saved_shares(cells[model, low], cells[model, "mxfp8"], low) for model in ("a", "b")]
+        yield [
+            f"{low}, two models of 0.9 M",
+            *(f"{first:.0%}, {second:.0%}" for first, second in zip(*shares, strict=True)),
+        ]
+
+
+def saved_shares(of_low: dict[str, Any], of_rescue: dict[str, Any], low: str) -> list[float]:
+    """Return what the plan of each score saves, over what the plan of the single KLs saves."""
+    items = [(name, "fprop") for name in of_low["name"]]
+    # The linears of an MLP are 128 x 352, those of attention 128 x 128. MXFP8 takes twice the time of 4 bits.
+    areas = [128.0 * (352 if ".mlp." in name else 128) for name in of_low["name"]]
+    times = {item: {low: area, "mxfp8": 2 * area} for item, area in zip(items, areas, strict=True)}
+    saved_kl = dict(zip(items, np.subtract(of_low["kl"], of_rescue["kl"]), strict=True))
+    saved = []
+    for key in ("kl", *SCORES.values()):
+        if key == "gradient norm":
+            scores = np.square(of_low[key])  # in proportion to the KL if all relative errors are equal
+        elif key == "mse":
+            scores = np.array(of_low[key])
+        else:
+            scores = np.subtract(of_low[key], of_rescue[key])
+        prices = {
+            item: {low: max(score, 0.0), "mxfp8": 0.0} for item, score in zip(items, scores.tolist(), strict=True)
+        }
+        saved.append(math.fsum(saved_kl[operator, "fprop"] for operator in choose(prices, times, low, BUDGET).pins))
+    return [nats / saved[0] for nats in saved[1:]]
+
+
+def predicted() -> Rows:
+    plans = [plan for plan in record("plans-kl-smollm2.jsonl") if plan["price"]]
+    pearson = np.corrcoef([plan["price"] for plan in plans], [plan["kl"] for plan in plans])[0, 1]
+    yield ["predicted", "KL that a plan leaves / sum of the prices that it leaves"]
+    yield [f"all {len(plans)} plans", f"Pearson {pearson:.3f}"]
+    for arm in ("plan", "MSE", "random", "last"):
+        ratios = [plan["kl"] / plan["price"] for plan in plans if plan["arm"] == arm]
+        yield [arm, f"{min(ratios):.2f} to {max(ratios):.2f}"]
+    table = pq.read_table(RESULTS / "diagnosis-smollm2-nvfp4.parquet").to_pandas()
+    table, kl = table[table.gemm == "fprop"], record("diagnosis-smollm2-nvfp4.json")["measured"]["kl"]
+    measured = f"{table.value.sum() / kl:.2f} if {table.measured.notna().sum()} of them are measured"
+    yield [f"all {len(table)} operators", f"sum of prices / KL: {table.by_sequence.sum() / kl:.2f}; {measured}"]
+
+
+def loss() -> Rows:
+    lows = ("nvfp4", "mxfp8_floor", "fp8_hybrid")
+    yield ["loss", *lows]
+    texts: dict[str, list[str]] = {}
+    for cell in record("formats-kl.json")["cells"]:
+        if cell["low"] in lows:
+            apart = np.subtract(cell["of_sequences"]["loss"], cell["of_sequences"]["kl"])
+            texts.setdefault(cell["model"], []).append(f"{apart.mean():+.4f} ± {stats.sem(apart):.4f}")
+    yield from (
+        [{"A": "0.9 M, seed 0", "B": "0.9 M, seed 1"}.get(model, "SmolLM2"), *row] for model, row in texts.items()
+    )
+
+
+def forks() -> Rows:
+    yield ["forks", "gap", *ARMS]
+    losses: dict[tuple[str, str], dict[tuple[str, float], dict[int, float]]] = {}
+    for row in record("plans-forks.jsonl"):
+        of_base = losses.setdefault((row["low"], row["base"]), {})
+        of_base.setdefault((row["arm"], row["budget"]), {})[row["order"]] = row["loss"]
+    for (low, base), of_base in losses.items():
+        never, always = (of_base[arm, 0.0] for arm in ("never", "always"))
+        gap = np.mean([never[order] - always[order] for order in never])
+        texts = []
+        for arm in ARMS:
+            shares = np.array([(never[order] - loss) / gap for order, loss in of_base[arm, 0.1].items()])
+            half = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
+            texts.append(f"{100 * shares.mean():.0f}% ± {100 * half:.0f}")
+        yield [f"{low}, base {base[-1]}", f"{gap:.4f}", *texts]
+
+
+def main() -> None:
+    for part in (ranks, oracle, predicted, loss, forks):
+        rows = list(part())
+        # The first column is as wide as the longest label of all parts.
+        widths = [35, *(max(len(row[at]) + 2 for row in rows if len(row) > at) for at in range(1, len(rows[0])))]
+        for row in rows:
+            print("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print()
+
+
+if __name__ == "__main__":
+    main()
