@@ -84,6 +84,8 @@ RECIPES: dict[str, Words] = {
     "nvfp4_row_scaled": _nvfp4(hadamard="", input="e2m1/nv_row"),
     # The paper's quantization-simulated operators (E.2): results are cast too.
     **{f"sim_{name}": _everywhere(f"{name}/row") for name in ("e2m1", "e2m3", "e3m2", "e4m3", "int4", "int8")},
+    # What a model in FP32 loses in GEMMs of BF16, which its own BF16 weights would hide.
+    "sim_bf16": _everywhere("bf16/none"),
     # LLM.int8() for fine-tuning (5.3, E.3): only fprop can multiply the codes themselves.
     "llm_int8": {"fprop": {"input": "int8/row/codes", "weight": "int8/row/codes"}},
     "llm_int8_dgrad": {

@@ -261,6 +261,8 @@ def scale_under(
         pieces: the elements, with equally many groups in each piece but the last. Their errors decide between 4 and 6;
             None: 6.
     """
+    if cast.granularity.unscaled:  # an element that is not finite stays what it is, and its neighbors too
+        return torch.ones_like(largest)
     if cast.two_levels:
         return _two_level_scale(largest, cast, reference, finite, contraction_dim, pieces)
     if reference is not None:

@@ -232,7 +232,13 @@ class FloatFormat(Format):
 
 @dataclass(frozen=True)
 class KeepFormat(Format):
-    """The tensor itself, in its own 16 bits (or 32, in an FP32 run): nothing is encoded."""
+    """The tensor itself, in its own 16 bits (or 32, in an FP32 run): nothing is encoded.
+
+    The cast `bf16/none` rounds a tensor in float32 to bfloat16.
+    """
+
+    def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        return scaled.copy_(scaled.bfloat16())
 
 
 def _format(name: str) -> Format:

@@ -27,6 +27,7 @@ and the parameter itself stays in its own 16 bits. A "result" is the product, bi
                    smaller error (Four Over Six, 2512.02010)
     nv_row         as nv, with a float32 number for each line along the contracted dimension instead of the tensor: per
                    token in fprop, per channel in wgrad
+    none           no scale: numbers are rounded to bfloat16 (`bf16/none`), which has the range of float32
     delayed        one scale for all, from the largest magnitude of the last `history` steps and not of this tensor
                    (Transformer Engine's delayed scaling): elements that have grown since saturate
 
@@ -80,6 +81,7 @@ Named recipes (`RECIPES`):
     sim_<format>   the paper's quantization-simulated operators (E.2), everything per row: forward casts input, weight
                    and output, backward the incoming gradient and the resulting weight and input gradients; the backward
                    GEMMs see the weight and the input that the forward GEMM saw
+    sim_bf16       BF16 operands and results with sums in FP32, as GEMMs in BF16: for a model in FP32
     llm_int8       INT8 input and weight in fprop, multiplied as integers, all else kept: fine-tuning (5.3, E.3)
     llm_int8_dgrad      the same, and dgrad reads the weight as fprop did, codes times scale
     bf16           nothing is cast
@@ -132,6 +134,8 @@ class Granularity:
     """Whether each line along the contracted dimension has a float32 scale of its own."""
     four_over_six: bool = False
     """Whether the largest magnitude of each group becomes 4 or 6, whichever has the smaller error."""
+    unscaled: bool = False
+    """Whether there is no scale."""
 
 
 GRANULARITIES = {
@@ -147,6 +151,7 @@ GRANULARITIES = {
     "nv": Granularity(length=NV, two_levels=True),
     "nv_4over6": Granularity(length=NV, two_levels=True, four_over_six=True),
     "nv_row": Granularity(length=NV, two_levels=True, per_line=True),
+    "none": Granularity(unscaled=True),
 }
 """Granularities of scales by their words, the coarsest first."""
 SCALES = tuple(GRANULARITIES)
@@ -170,10 +175,12 @@ class Cast:
     """Columns with at least this magnitude stay in 16 bits (only with `codes`); None: no column does."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.format, KeepFormat):
-            raise ValueError(f"{self.format.name} casts nothing: write None")
         if self.scale not in SCALES:
             raise ValueError(f"scale {self.scale!r} is not known: use one of {', '.join(SCALES)}")
+        if isinstance(self.format, KeepFormat) != self.granularity.unscaled:
+            raise ValueError(
+                f"{self}: bf16 has no scale, and other formats have one: write bf16/none, or bf16 to cast nothing"
+            )
         if self.history < 1:
             raise ValueError(f"history={self.history}: must be 1 or more")
         altered = self.hadamard or self.stochastic
@@ -320,7 +327,7 @@ class Recipe:
             if foreign := [o for o in ("input", "weight", "grad_output") if o not in operands and getattr(gemm, o)]:
                 raise ValueError(f"recipe {self.name}: {name} reads {' and '.join(operands)}, not {foreign[0]}")
             # A result is not contracted yet and has no history, so most granularities mean nothing for it.
-            if gemm.result is not None and gemm.result.scale not in ("tensor", "row"):
+            if gemm.result is not None and gemm.result.scale not in ("tensor", "row", "none"):
                 raise ValueError(f"recipe {self.name}: {name}'s result cannot be {gemm.result}; use tensor or row")
             # A rotation cancels only if both operands have it.
             rotated = [cast is not None and cast.hadamard for cast in (getattr(gemm, o) for o in operands)]

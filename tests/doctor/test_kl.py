@@ -598,6 +598,28 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> No
         assert row.by_sequence == pytest.approx(row.measured, rel=0.5)
 
 
+def test_a_head_in_bf16_against_one_in_fp32() -> None:
+    """Operands and logits are rounded, and the sums between are those of float32."""
+    model, batches = Routed().eval(), batches_of(2, size=8)
+    found = diagnosed(
+        model, recipe="sim_bf16", against="bf16", include=["head"], batches=batches, confirm=5, held_out=()
+    )
+    (row,) = found.unplanned
+
+    def in_bf16(head: nn.Module, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
+        operands = (x.bfloat16().float() for x in (inputs[0], head.weight))
+        return F.linear(*operands, head.bias).bfloat16().float()
+
+    with torch.no_grad():
+        high = [model(batch) for batch in batches]
+        handle = model.head.register_forward_hook(in_bf16)
+        kls = [kl_by_hand(logits, model(batch)).mean() for logits, batch in zip(high, batches, strict=True)]
+        handle.remove()
+    assert row.operator == "head" and row.measured == pytest.approx(float(torch.stack(kls).mean()), rel=1e-2)
+    assert found.limit is not None and 0 < 100 * found.limit < row.measured
+    assert (found.recipe, found.recovery, found.against) == ("sim_bf16", "bf16", True)
+
+
 def test_the_model_is_as_it_was_after_a_mistake_in_what_is_beside() -> None:
     model = Routed()
     for options, says in (({"kv_cast": "foo"}, "kv_cast=foo: "), ({"include": ["head", "tail"]}, "include=tail: ")):

@@ -125,6 +125,8 @@ def slow_cast(
     if word is None:
         return x
     name, scale_kind, *more = word.split("/")
+    if scale_kind == "none":
+        return slow_bfloat16(x)
     source = x.detach().float().numpy()
     if "hadamard" in more:
         source = torch.from_numpy(slow_rotation(source, dim)).to(x.dtype).float().numpy()
@@ -161,6 +163,13 @@ def slow_cast(
         rounded = nearest(scaled, name) if noise is None else up_or_down(scaled, name, noise[place])
         result[place] = rounded.astype(np.float32) * scale
     return torch.from_numpy(result).to(x.dtype)
+
+
+def slow_bfloat16(x: Tensor) -> Tensor:
+    """`x` with the lower 16 bits of each finite float32 number rounded off, ties to even, in x's dtype."""
+    bits = x.detach().float().numpy().view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32)
+    return torch.from_numpy(rounded.view(np.float32)).to(x.dtype)
 
 
 def slow_integers(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
