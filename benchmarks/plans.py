@@ -19,17 +19,18 @@ Words without a dash are overrides of the config; bases of your own text need th
     last, bf16              the last blocks to BF16, as in published recipes
     GNMR, price, any        a controller moves operators to MXFP8 step by step: by dGNMR, by price, or at random
 
-All pins and moves are of fprop and fill the same budget of extra GEMM time (4 : 8 : 16 bits take 1 : 2 : 4). The output
-head is left out, so that a budget means the same in a model of any size. `never` and `always` come first. If there is
-no gap between them, no other arm runs.
+All pins and moves are of fprop and fill the same budget: extra time of fprop of all operators, as in `gnmr diagnose`,
+where 4 : 8 : 16 bits take 1 : 2 : 4. `never` and `always` come first. If there is no gap between them, no other arm
+runs.
 
 `kl`: the remaining KL divergence per token of a checkpoint under the same arms, without training. It is measured on
 `--held-out` blocks of another part of the text, in FP32. The data order is the seed of `random`.
 
-These claims were written down before any measurement:
+These claims were written down before any measurement. Their +10% was a share of all three GEMMs of the operators, which
+is +30% of fprop alone:
 
-(1) at +10% the plan recovers at least 90% of the gap of E2M1;
-(2) at +10% it is better than BF16 pins by price, p < 0.01, on either low path;
+(1) at +30% the plan recovers at least 90% of the gap of E2M1;
+(2) at +30% it is better than BF16 pins by price, p < 0.01, on either low path;
 (3) it is not worse than either recipe alone at any budget;
 (4) on SmolLM2 it leaves less KL than BF16 pins of the same extra time at every budget.
 
@@ -64,6 +65,8 @@ from torch import nn
 import curve
 from gnmr.conversion import PathSpec, convert
 from gnmr.conversion.converted import ConvertedModel
+from gnmr.conversion.cost import gemm_time
+from gnmr.formats import Recipe
 from gnmr.lab.config import Config
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.evaluation.blocks import blocks_of
@@ -76,7 +79,7 @@ from gnmr.measure.kl import divergence
 from gnmr.names import GEMMS
 from gnmr.plan.diagnose import diagnose
 from gnmr.plan.diagnosis import Diagnosis
-from gnmr.plan.knapsack import REST, Choice, by_score, choose, front, guessed, pin_in_order
+from gnmr.plan.knapsack import Choice, by_score, choose, front, guessed, pin_in_order
 from gnmr.records import output
 from timing import header, write
 
@@ -84,7 +87,7 @@ BOUNDS = ("never", "always")
 RESCUES = ("mxfp8", "bf16")
 ARMS = ("plan", *RESCUES, "MSE", "random", "last", "last, bf16")
 SIGNALS = {"GNMR": "gnmr_delta", "price": "price", "any": "random"}
-BUDGETS = (0.03, 0.05, 0.1, 0.2, 0.3)
+BUDGETS = (0.09, 0.15, 0.3, 0.6, 0.9)
 DRAWN = {
     "plan": "plan: MXFP8 and BF16",
     "bf16": "plan: BF16 alone",
@@ -149,7 +152,7 @@ class Base:
         return self.forks.config(f"precision.low={low}", *usual, *words, *self._words)
 
     def diagnosis(self, low: str) -> Diagnosis:
-        """Return the diagnosis, whose extra GEMM time leaves out all but the operators."""
+        """Return the diagnosis of the base under a low path."""
         if low in self._found:
             return self._found[low]
         parts = self.forks.parts(config := self.config(low))
@@ -157,9 +160,7 @@ class Base:
         training, model = config.training, parts.model.float()
         both = validation(config, parts.corpus, 2 * training.eval_sequences)
         batches = unseen(both, training.eval_sequences).to(parts.device).split(training.batch_size // 2)
-        found = diagnose(model, forward_of(model), batches, recipe=low, rescue=RESCUES, confirm=99)
-        costs = {item: each for item, each in found.costs.items() if item[0] != REST}
-        self._found[low] = replace(found, rest=0, costs=costs)
+        self._found[low] = diagnose(model, forward_of(model), batches, recipe=low, rescue=RESCUES, confirm=99)
         return self._found[low]
 
     def row(self, cell: Cell) -> dict[str, Any]:
@@ -170,10 +171,10 @@ class Base:
             words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]
         config = self.config(cell.low, *words)
         if (cell.low, moves) not in self._times:
-            self._times[cell.low, moves] = without_rest(self.forks.parts(config).converted)
-        alone, whole, share = self._times[cell.low, moves]
+            self._times[cell.low, moves] = times_to_move(self.forks.parts(config).converted)
+        to_move, whole, share = self._times[cell.low, moves]
         if moves:
-            budget = cell.budget / alone * share
+            budget = cell.budget * to_move / whole * share
             config = replace(config, controller=replace(config.controller, budget=budget))
         pins: dict[str, Any] = {"*": list(GEMMS)} if cell.arm == "always" else {}
         if cell.arm in ARMS:
@@ -185,7 +186,7 @@ class Base:
         result = self._run[key]
         return {
             "loss": result.validation["low"].high,
-            "extra": result.extra_time * alone / whole,
+            "extra": result.extra_time / to_move,
             "pins": sum(map(len, pins.values())),
             "steps": len(result.losses),
             "checkpoint": self.forks.base.found.sha256[:12],
@@ -197,19 +198,18 @@ def forward_of(model: nn.Module) -> Callable[[Batch], tuple[torch.Tensor, torch.
     return lambda batch: (logits_of(model, batch), batch.targets)
 
 
-def without_rest(model: ConvertedModel) -> tuple[float, float, float]:
-    """Return what it takes to recover every operator, and leave all of them recovered.
+def times_to_move(model: ConvertedModel) -> tuple[float, float, float]:
+    """Return shares of the whole model, and leave all operators recovered.
 
-    That is the extra GEMM time relative to the operators alone, the same relative to the whole model, and the share of
-    the whole model's GEMM FLOPs.
+    They are the time of fprop of all operators on the low path, the extra time to recover every operator, both relative
+    to the time of all GEMMs, and the share of all GEMM FLOPs that is then recovered.
     """
     for operator in model.operators:
         operator.switch(True)
-    work, whole = model.cost.work, model.cost.spent()
-    model.cost.count(None)
-    alone = model.cost.spent().extra_time
-    model.cost.count(work)
-    return alone, whole.extra_time, whole.share
+    whole, low, high = model.cost.spent(), model.low, model.recovery
+    assert isinstance(low, Recipe) and isinstance(high, Recipe)
+    more = sum(gemm_time(high, gemm) - gemm_time(low, gemm) for gemm in model.recovers)
+    return whole.extra_time * gemm_time(low, "fprop") / more, whole.extra_time, whole.share
 
 
 def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
@@ -267,7 +267,7 @@ def measure_kl(asked: argparse.Namespace) -> None:
     blocks = blocks_of(subject, asked.data, batches=8, held_out=asked.held_out)
     made: dict[str, np.ndarray] = {}
     for low in asked.low.split(","):
-        cells = [Cell(asked.base, low, "never", 0.0, 0), Cell(asked.base, low, "mxfp8", 0.334, 0)]
+        cells = [Cell(asked.base, low, "never", 0.0, 0), Cell(asked.base, low, "mxfp8", 1.001, 0)]
         cells += [
             Cell(asked.base, low, arm, float(word), 0)
             for word in asked.budgets.split(",")

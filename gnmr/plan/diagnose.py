@@ -52,7 +52,7 @@ from gnmr.patterns import listed
 from gnmr.plan.checkpoint_names import linears_of
 from gnmr.plan.compared_paths import ComparedPaths, Side, compared_paths
 from gnmr.plan.diagnosis import CURVE, RANDOM_DRAWS, UNREACHED, Diagnosis
-from gnmr.plan.knapsack import GUESSES, REST, Choice, Shapes, Times, budget_of, check_fused, groups_of, times_of
+from gnmr.plan.knapsack import GUESSES, Choice, Shapes, Times, budget_of, check_fused, groups_of, times_of
 from gnmr.plan.pin_plan import PinPlan
 
 ALONE_BATCHES = 2
@@ -108,8 +108,9 @@ def diagnose(
         targets: patterns of the linears, as in `PathSpec`. None: those of the blocks. Output heads, routers and linears
             that are tied to an embedding stay in 16 bits.
         exclude: patterns of linears to leave out.
-        budget: extra GEMM time that the plan may take, as a share of the time of all GEMMs on the low path: 0.1 or
-            "+10%". Between two sides, it is the share of the GEMMs' arithmetic that may be in one recipe on both.
+        budget: extra time that the plan may take, as a share of the time of the GEMMs that it may move (fprop of its
+            operators) on the low path: 0.1 or "+10%". Between two sides, it is the share of their arithmetic that may
+            be in one recipe on both.
         times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
         fused: kinds of operators that share one recipe because a library runs them as one: qkv, gate_up, experts (each
             projection of all experts), moe (all of their projections).
@@ -593,7 +594,7 @@ class _Measurement:
         targets = self._targets(in_plan) if {*idle} - unreached else None
         return {
             "operators": planned,
-            "costs": self._times(planned, work, rest),
+            "costs": self._times(planned, work),
             "work": work,
             "rest": rest,
             "coverage": coverage,
@@ -644,7 +645,7 @@ class _Measurement:
         high = self.paths.spec.recovery
         return [high if high and high != self.paths.spec.low else "the other side's"]
 
-    def _times(self, operators: Shapes, work: Mapping[str, int], rest: int) -> Times:
+    def _times(self, operators: Shapes, work: Mapping[str, int]) -> Times:
         """Return the time of every GEMM on each recipe.
 
         With two sides, either may be changed, so a GEMM that is alike on both costs its arithmetic.
@@ -652,14 +653,13 @@ class _Measurement:
         low = self.passes.converted.low
         assert isinstance(low, Recipe)
         if not self.paths.two_sides:
-            return times_of(operators, [low, *self.passes.rescues.values()], self.paths.spec.times, work, rest)
+            return times_of(operators, [low, *self.passes.rescues.values()], self.paths.spec.times, work)
         (alike,), name_of_low = self._rescues(), self.paths.spec.low
-        times = {
+        return {
             (name, gemm): {name_of_low: float(work[name]), alike: 2.0 * work[name]}
             for name in operators
             for gemm in GEMMS
         }
-        return times | ({(REST, gemm): {name_of_low: float(rest)} for gemm in GEMMS} if rest else {})
 
     # ---- held-out batches ----
 

@@ -40,6 +40,8 @@ from gnmr.plan.knapsack import (
     groups_of,
     guessed,
     pin_in_order,
+    time_of_all,
+    time_to_move,
 )
 from gnmr.plan.pin_plan import PinPlan
 
@@ -225,8 +227,8 @@ class Diagnosis:
         """Return the plan that leaves the fewest nats under a budget of extra time.
 
         Args:
-            budget: share of extra GEMM time. None: this diagnosis's budget, or with a gate no budget; the plan is then
-                the cheapest one expected to keep the gate.
+            budget: extra time as a share of that of the GEMMs that the plan may move. None: this diagnosis's budget, or
+                with a gate no budget; the plan is then the cheapest one expected to keep the gate.
             rescue: the only recipe to pin to. None: all rescues.
             free: ignore that a library runs operators as one.
 
@@ -251,6 +253,11 @@ class Diagnosis:
         if rescue is None:
             return self.prices
         return {item: {name: nats_on[name] for name in (self.recipe, rescue)} for item, nats_on in self.prices.items()}
+
+    def extra_of_all(self, choice: Choice) -> float:
+        """Return the extra time of a choice as a share of the time of all GEMMs of a forward and a backward pass."""
+        to_move = time_to_move(self.prices, self.costs, self.recipe)
+        return choice.extra * to_move / time_of_all(self.costs, self.recipe, self.rest, self.times)
 
     @cached_property
     def alternatives(self) -> dict[str, list[Choice]]:
@@ -283,6 +290,7 @@ class Diagnosis:
             table[name] = {
                 "price_left": float(np.mean([choice.after for choice in choices])),
                 "extra": float(np.mean([choice.extra for choice in choices])),
+                "extra_of_all": float(np.mean([self.extra_of_all(choice) for choice in choices])),
                 "kl_left": None if cost is None else cost.kl,
                 "loss_left": None if cost is None else cost.cost,
                 "noise": None if cost is None else cost.noise,
@@ -353,6 +361,7 @@ class Diagnosis:
             rest=self.rest,
             budget=None if self.against else budget_of(self.budget if budget is None else budget),
             extra=None if self.against else choice.extra,
+            extra_of_all=None if self.against else self.extra_of_all(choice),
             fused=list(self.fused),
             prices=prices,
             expected=expected if np.isfinite(expected).all() else None,
@@ -485,7 +494,7 @@ def _sentence(diagnosis: Diagnosis) -> str:
         return f"{cost}; no GEMM fits a budget of {_time(diagnosis, diagnosis.budget)}"
     clauses = [
         f"{cost}; keeping {_pinned(diagnosis, choice)} on {_recipes(choice.pins)}, for "
-        f"{_time(diagnosis, choice.extra)}, {_remains(diagnosis, choice)}",
+        f"{_time(diagnosis, choice.extra)}{_of_all(diagnosis, choice)}, {_remains(diagnosis, choice)}",
         _better_guess(diagnosis),
     ]
     return "; ".join(filter(None, clauses))
@@ -553,6 +562,13 @@ def _time(diagnosis: Diagnosis, extra: float) -> str:
     if diagnosis.chooses or diagnosis.pins:
         return f"+{100 * extra:.3g}% GEMM time"
     return f"{100 * extra:.3g}% of the GEMM time"
+
+
+def _of_all(diagnosis: Diagnosis, choice: Choice) -> str:
+    """Return what the extra time is of all GEMMs, if recipes have different times."""
+    if not diagnosis.chooses:
+        return ""
+    return f" ({100 * diagnosis.extra_of_all(choice):+.3g}% of all GEMMs, forward and backward)"
 
 
 def _recipes(pins: Pins) -> str:

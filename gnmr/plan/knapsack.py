@@ -1,7 +1,10 @@
 """Choose the recipe of every GEMM under a time budget, and make the choices of simple rules at the same cost.
 
-An item is (operator, GEMM). On each recipe it costs nats per token and time; without a pin it runs on the low recipe. A
-budget is of extra time: the additional time of the pins, as a share of the time of everything on the low recipe.
+An item is (operator, GEMM). On each recipe it costs nats per token and time; without a pin it runs on the low recipe.
+
+A budget is extra time of the GEMMs that a plan may move: the time that the pins add, as a share of the time of these
+GEMMs on the low recipe. The GEMMs that a plan may move are those of the kinds that have prices, which is `fprop` of
+every operator. `time_of_all` is the time of all GEMMs of the model, in a forward and a backward pass.
 
 `choose` is a multiple-choice knapsack. It picks one recipe for each item, or for each group that a library runs as one,
 and minimizes the sum of the prices under the budget. `front` is the greedy solution on the lower convex hull of each
@@ -34,8 +37,6 @@ Prices = Mapping[Item, Mapping[str, float]]
 Times = Mapping[Item, Mapping[str, float]]
 """Time of every item on each recipe, in any unit."""
 
-REST = ""
-"""Stands for an operator: all GEMMs of a model outside its operators. They take time, and have no price."""
 GUESSES = ("last", "first", "first_last", "random")
 """Whole blocks from the end, from the beginning, or from both ends in turn; or operators at random."""
 FUSED = ("qkv", "gate_up", "experts", "moe")
@@ -69,7 +70,7 @@ class Choice:
     pins: Pins
     """Pins in the order of the times."""
     extra: float
-    """Extra time of the pins, as a share of the time of everything on the low recipe."""
+    """Extra time of the pins, as a share of the time of the GEMMs that a plan may move on the low recipe."""
     before: float
     """Nats per token of all items on the low recipe."""
     after: float
@@ -81,7 +82,6 @@ def times_of(
     recipes: Iterable[Recipe],
     times: Mapping[str, float] | None = None,
     work: Mapping[str, float] | None = None,
-    rest: float = 0,
 ) -> Times:
     """Return the time of every GEMM on each recipe: its multiplications times the recipe's time (`gemm_time`).
 
@@ -90,22 +90,41 @@ def times_of(
         recipes: recipes to time; the first is the low one.
         times: relative times, as `PathSpec.times`.
         work: multiplications by operator; an operator without an entry counts inputs times outputs.
-        rest: multiplications of all other GEMMs of the model, which stay in 16 bits as the separate item `REST`.
     """
-    from gnmr.conversion.cost import TIMES, gemm_time
+    from gnmr.conversion.cost import gemm_time
 
     recipe_of = {recipe.name: recipe for recipe in recipes}
     time_of = {
         name: {gemm: gemm_time(recipe, gemm, times, recipe_of) for gemm in GEMMS} for name, recipe in recipe_of.items()
     }
     areas = {name: a * b for name, (a, b) in shapes.items()} | dict(work or {})
-    times_of_items = {
+    return {
         (name, gemm): {recipe: areas[name] * time[gemm] for recipe, time in time_of.items()}
         for name in shapes
         for gemm in GEMMS
     }
-    sixteen = rest * {**TIMES, **(times or {})}["16"]
-    return times_of_items | ({(REST, gemm): {next(iter(recipe_of)): sixteen} for gemm in GEMMS} if rest else {})
+
+
+def time_of_all(times: Times, low: str, rest: float, relative: Mapping[str, float] | None = None) -> float:
+    """Return the time of all GEMMs of a model in a forward and a backward pass.
+
+    Args:
+        times: time of every GEMM of every operator, which counts on the low recipe.
+        low: name of the low recipe.
+        rest: multiplications of a forward pass outside of the operators. They stay in 16 bits, and so do the two GEMMs
+            that each of them has in the backward pass.
+        relative: relative times, as `PathSpec.times`.
+    """
+    from gnmr.conversion.cost import TIMES
+
+    sixteen = {**TIMES, **(relative or {})}["16"]
+    return math.fsum(time[low] for time in times.values()) + len(GEMMS) * rest * sixteen
+
+
+def time_to_move(prices: Prices, times: Times, low: str) -> float:
+    """Return the time of the GEMMs that a plan may move, on the low recipe."""
+    kinds = {gemm for _, gemm in prices} or {"fprop"}
+    return math.fsum(time[low] for (_, gemm), time in times.items() if gemm in kinds)
 
 
 def groups_of(operators: Iterable[str], fused: Iterable[str]) -> list[list[str]]:
@@ -164,7 +183,7 @@ def choose(
         prices: nats of the low recipe and of the recipes that an item may be pinned to.
         times: time of every item on the same recipes.
         low: name of the low recipe.
-        budget: share of the time that everything takes on the low recipe.
+        budget: share of the time that the GEMMs which a plan may move take on the low recipe.
         enough: nats that may be left. The result is the cheapest choice that leaves at most this, if the budget allows.
         groups: operators that share the recipe of each of their GEMMs.
 
@@ -174,7 +193,7 @@ def choose(
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    room = math.inf if budget is None else _room(budget, times, low)
+    room = math.inf if budget is None else _room(budget, prices, times, low)
     bundles = _bundles(prices, times, low, groups)
     before = math.fsum(bundle.low for bundle in bundles)
     quick, bound = _greedy(bundles, room, enough)
@@ -217,13 +236,13 @@ def as_choice(chosen: Mapping[Item, str], prices: Prices, times: Times, low: str
     more = math.fsum(times[item][recipe] - times[item][low] for item, recipe in chosen.items())
     after = math.fsum(nats[chosen.get(item, low)] for item, nats in prices.items())
     before = math.fsum(nats[low] for nats in prices.values())
-    return Choice(pins, more / _time_of_low(times, low), before, after)
+    return Choice(pins, more / (time_to_move(prices, times, low) or 1.0), before, after)
 
 
 def front(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[str]] = ()) -> list[tuple[float, float]]:
     """Return (extra time, nats left) after each step of the greedy choice, from no pin to all that save nats."""
     bundles = _bundles(prices, times, low, groups)
-    time_of_low, spent = _time_of_low(times, low), 0.0
+    time_of_low, spent = time_to_move(prices, times, low), 0.0
     steps = _steps(bundles)
     # Add from the end, because an infinite price has no difference to the sum.
     least = math.fsum(min((o.price for o in bundle.options), default=bundle.low) for bundle in bundles)
@@ -274,7 +293,7 @@ def pin_in_order(
 
     An operator that exceeds the budget is skipped, so that all orders use the same budget.
     """
-    room, spent = _room(budget, times, low), 0.0
+    room, spent = _room(budget, prices, times, low), 0.0
     chosen: dict[Item, str] = {}
     for name in names:
         time = times[name, "fprop"]
@@ -406,10 +425,6 @@ def _choice(bundles: Sequence[_Bundle], taken: Mapping[int, _Option], prices: Pr
     return as_choice(chosen, prices, times, low)
 
 
-def _room(budget: float | str, times: Times, low: str) -> float:
+def _room(budget: float | str, prices: Prices, times: Times, low: str) -> float:
     """Return the time that a budget allows beyond the low recipe, with a tolerance for rounding."""
-    return budget_of(budget) * _time_of_low(times, low) * (1 + 1e-9)
-
-
-def _time_of_low(times: Times, low: str) -> float:
-    return math.fsum(time[low] for time in times.values())
+    return budget_of(budget) * time_to_move(prices, times, low) * (1 + 1e-9)

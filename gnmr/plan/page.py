@@ -151,7 +151,7 @@ def time_name(diagnosis: Diagnosis) -> str:
 def recipes_line(diagnosis: Diagnosis) -> str:
     """Return how many GEMMs are on which recipe, how long it takes, and what groups of operators cost."""
     counts = ", ".join(f"{number} on {name} (time {time:g})" for name, time, number in diagnosis.recipes_in_use())
-    line = f"GEMMs: {counts}"
+    line = f"GEMMs: {counts}; extra time {diagnosis.extra_of_all(diagnosis.choice()):+.1%} of all GEMMs"
     if diagnosis.groups:
         more = diagnosis.choice().after - diagnosis.choice(free=True).after
         line += f"; one recipe for each {' and each '.join(diagnosis.fused)} leaves {short(max(0.0, more))} nats more"

@@ -15,8 +15,10 @@
       "times": {},                                             relative GEMM times, as precision.times
       "work": {"layers.0.mlp.down_proj": 33554432},            multiplications of each operator in the batches,
       "rest": 4194304,                                         and of all other GEMMs of the model
-      "budget": 0.1,                                           extra GEMM time that was allowed, or null
-      "extra": 0.097,                                          extra GEMM time that the pins take, or null
+      "budget": 0.1,                                           extra time that was allowed, as a share of the time of
+                                                               the GEMMs that the plan may move, or null
+      "extra": 0.097,                                          extra time that the pins take, as the same share, or null
+      "extra_of_all": 0.021,                                   the same as a share of the time of all GEMMs, or null
       "fused": ["qkv"],                                        kinds of operators that have one recipe together
       "prices": {"layers.0.mlp.down_proj": {"fprop": {"nvfp4": 0.01, "mxfp8": 0.0004}}},    nats a token by recipe
       "expected": {"before": 0.101, "after": 0.02},            nats a token without and with the pins, or null
@@ -55,6 +57,8 @@ from gnmr.plan.knapsack import (
     Times,
     as_choice,
     budget_of,
+    time_of_all,
+    time_to_move,
     times_of,
 )
 from gnmr.records.untrusted import MAX_NAME, Damaged, bounded, content, first_line
@@ -71,7 +75,7 @@ _MOST_OPERATORS, _MOST_NATS = 100_000, 1e30
 _PLAIN = (
     *("targets", "exclude", "modules", "unconverted", "saved_as", "unloaded", "low", "recovery", "recipes", "pins"),
     "times",
-    *("work", "rest", "budget", "extra", "fused", "prices"),
+    *("work", "rest", "budget", "extra", "extra_of_all", "fused", "prices"),
 )
 _IF_ANY = ("modules", "unconverted", "saved_as", "unloaded")
 """Keys that are left out if there is nothing to say."""
@@ -113,9 +117,11 @@ class PinPlan:
     rest: int = 0
     """Multiplications of all other GEMMs of the model, which stay in 16 bits."""
     budget: float | None = None
-    """Extra GEMM time that the pins were allowed, as a share of the time of everything on `low`."""
+    """Extra time that the pins were allowed, as a share of the time on `low` of the GEMMs that the plan may move."""
     extra: float | None = None
-    """Extra GEMM time that the pins take, as the same share."""
+    """Extra time that the pins take, as the same share."""
+    extra_of_all: float | None = None
+    """The same extra time as a share of the time of all GEMMs of the model, in a forward and a backward pass."""
     fused: list[str] = field(default_factory=list)
     """Kinds of operators that share one recipe (`knapsack.FUSED`)."""
     prices: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -157,11 +163,12 @@ class PinPlan:
         }.items():
             valid = type(number) is int and 0 <= number < 1 << 100
             require(valid, key, number, "must be a whole number of multiplications")
-        timed = self.rest > 0 or any(self.work.get(name, 1) for name in self.operators)
+        timed = any(self.work.get(name, 1) for name in self.operators)
         require(timed, "work", "...", "is 0 of every operator, so there is no GEMM time; give their multiplications")
         if self.budget is not None:
             object.__setattr__(self, "budget", budget_of(self.budget))
         within(-1, 1e18, or_null=True, extra=self.extra)
+        within(-1, 1e18, or_null=True, extra_of_all=self.extra_of_all)
         object.__setattr__(self, "fused", listed("fused", self.fused))
         for kind in self.fused:
             one_of(FUSED, fused=kind)
@@ -209,7 +216,7 @@ class PinPlan:
 
     def gemm_times(self) -> Times:
         """Return the time of every GEMM on each recipe that it names, and in 16 bits (`times_of`)."""
-        return times_of(self.operators, self._recipes(), self.times, self.work, self.rest)
+        return times_of(self.operators, self._recipes(), self.times, self.work)
 
     def nats(self) -> dict[Item, dict[str, float]]:
         """Return the nats of every priced GEMM on the same recipes.
@@ -243,6 +250,12 @@ class PinPlan:
             if gemm in gemms
         }
         return as_choice(chosen, *self._nats_and_times, self.low)
+
+    def share_of_all(self, choice: Choice) -> float:
+        """Return the extra time of a choice as a share of the time of all GEMMs of the model."""
+        prices, times = self._nats_and_times
+        all_gemms = time_of_all(times, self.low, self.rest, self.times)
+        return choice.extra * time_to_move(prices, times, self.low) / all_gemms
 
     @cached_property
     def _nats_and_times(self) -> tuple[Prices, Times]:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("diagnose")
 
 SMALL = ("batches=3", "held_out=2", "batch_size=2", "device=cpu")
 QKVO = ["q_proj", "k_proj", "v_proj", "o_proj"]
-WORDS = ("recipe=sim_e2m1", "budget=+20%", *SMALL)
+WORDS = ("recipe=sim_e2m1", "budget=+60%", *SMALL)
 LEAST = ("recipe=sim_e2m1", "batches=2", "held_out=0", "confirm=0", "batch_size=2", "device=cpu")
 
 
@@ -51,7 +51,7 @@ def test_a_run_and_its_plan(gnmr, run: Path) -> None:
     assert tree["command"].startswith(f"gnmr diagnose {run} recipe=sim_e2m1 ") and tree["machine"]["device"] == "cpu"
     assert (tree["subject"]["kind"], tree["block"], tree["batch_size"], len(tree["rows"])) == ("run", 16, 2, 21)
     plan = read_plan("plan/plan.json")
-    assert plan.low == "sim_e2m1" and plan.extra is not None and plan.extra <= 0.2 and plan.provenance["command"]
+    assert plan.low == "sim_e2m1" and plan.extra is not None and plan.extra <= 0.6 and plan.provenance["command"]
     assert tree["rescues"] == ["bf16"], "mxfp8 has no groups of 48 inputs"
     assert plan.prices and {"extra", "kl_left"} <= tree["choices"]["plan"].keys()
     assert tree["verdict"] in ended.out and "by gradient norm" in ended.out and "single values add up to" in ended.out

@@ -198,7 +198,7 @@ def test_a_diagnosis_measures_what_plain_passes_say() -> None:
         assert row.value == (row.measured if name in confirmed else row.by_sequence)
     assert found.remaining["plan"].kl == pytest.approx(float(left.mean()), rel=1e-3)
     assert found.interaction == pytest.approx(found.measured.kl - found.total) and found.limit < 1e-9
-    assert [share for share, _ in found.curve] == sorted(share for share, _ in found.curve) and len(found.curve) > 2
+    assert [share for share, _ in found.curve] == sorted(share for share, _ in found.curve) and len(found.curve) > 1
     assert "nats of KL per token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
 
 
@@ -700,7 +700,7 @@ class Bounded(Mixer):
 
 
 def test_an_operator_that_alone_makes_predictions_nan_is_the_worst_and_is_kept() -> None:
-    found = diagnosed(Bounded().eval(), budget=0.2)
+    found = diagnosed(Bounded().eval(), budget=0.6)
     worst = found.worst()[0]
     assert (worst.operator, worst.value, worst.measured) == ("layers.0.v_proj", np.inf, np.inf)
     assert found.verdict().startswith("the predictions are not finite under sim_e2m1; worst: fprop of layers.0.v_proj")

@@ -74,7 +74,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         **{key: [] for key in ("exclude", "fused")},
         **{key: {} for key in ("pins", "recipes", "provenance", "times", "prices", "work")},
         "rest": 0,
-        **dict.fromkeys(("targets", "recovery", "budget", "extra", "expected", "triggers")),
+        **dict.fromkeys(("targets", "recovery", "budget", "extra", "extra_of_all", "expected", "triggers")),
     }
     assert read_plan(written(tmp_path, PLAN | {"extra": 1e6})).extra == 1e6, "times= may be of any size"
     written(tmp_path, least.text())
@@ -312,7 +312,7 @@ def test_zero_is_the_price_of_what_costs_nothing_and_infinity_that_of_what_was_n
     assert plan.nats() == {(name, "fprop"): known for name in shapes}
     kept = replace(plan, pins={"a_proj": {"fprop": "fp8_hybrid", "dgrad": "fp8_hybrid"}})
     assert kept.nats()["b_proj", "fprop"] == known | {"fp8_hybrid": 0.0}
-    assert (kept.choice().before, kept.choice().after, kept.choice().extra) == (1.0, 0.5, pytest.approx(2 / 6))
+    assert (kept.choice().before, kept.choice().after, kept.choice().extra) == (1.0, 0.5, pytest.approx(2 / 2))
     other = replace(plan, pins={"a_proj": {"fprop": "mxfp8"}})
     assert other.nats()["a_proj", "fprop"] == known | {"mxfp8": math.inf} and other.choice().after == math.inf
     assert replace(plan, pins={"a_proj": ["fprop"]}).pins == {"a_proj": {"fprop": "fp8_hybrid"}}

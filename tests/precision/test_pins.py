@@ -21,7 +21,6 @@ from gnmr.conversion.cost import gemm_time
 from gnmr.formats import RECIPES, Recipe
 from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.names import GEMMS
-from gnmr.plan.knapsack import as_choice, times_of
 from gnmr.plan.pin_plan import PinPlan
 from gnmr.records.reader import read_json
 
@@ -209,9 +208,7 @@ def random_plan(seed: int, operators: dict[str, tuple[int, int]]) -> PinPlan:
 
 
 def extra_time(plan: PinPlan) -> float:
-    times = times_of(plan.operators, plan.named_recipes(), plan.times)
-    chosen = {(name, gemm): recipe for name, own in plan.pins.items() for gemm, recipe in own.items()}
-    return as_choice(chosen, {}, times, plan.low).extra
+    return plan.share_of_all(plan.choice())
 
 
 def put_by_hand(converted: ConvertedModel, plan: PinPlan) -> None:

@@ -67,7 +67,7 @@ def _parser() -> Parser:
     option(
         "budget",
         lambda _name, value: budget_of(value),
-        "extra GEMM time that the plan may take, of that of all on recipe=: +10%% or 0.1",
+        "extra time of the GEMMs that the plan may move, of their time on recipe=: +10%% or 0.1",
         0.1,
     )
     option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")

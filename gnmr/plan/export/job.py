@@ -224,7 +224,14 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     if any("*" in linear for linear in linears):
         kinds.add(target.experts)
     fused = [kind for kind in FUSED if kind in kinds]
-    return replace(plan, pins=pins, fused=fused, extra=choice.extra, expected=expected)
+    return replace(
+        plan,
+        pins=pins,
+        fused=fused,
+        extra=choice.extra,
+        extra_of_all=plan.share_of_all(choice),
+        expected=expected,
+    )
 
 
 def _solved(
@@ -277,7 +284,7 @@ def difference(plan: PinPlan, nearest: PinPlan, target: Target) -> tuple[str, ..
     if num_lost := sum(gemm not in target.gemms for pins in plan.pins.values() for gemm in pins):
         lines.append(f"NOT in it: {num_lost} pins of other GEMMs than {' and '.join(target.gemms)}")
     actual, planned = plan.choice(target.gemms, nearest.pins), plan.choice()
-    extra = f"extra GEMM time {actual.extra:.1%}"
+    extra = f"extra GEMM time {actual.extra:.1%} ({plan.share_of_all(actual):.1%} of all GEMMs)"
     if not num_other:
         return (*lines, f"as the plan says: every GEMM that it speaks of is on the plan's recipe; {extra}")
     line = f"NOT as the plan says: {num_other} of {len(pairs) * len(target.gemms)} GEMMs are on another recipe; "
