@@ -29,7 +29,8 @@ from gnmr.measure.guards import refuse_constant, refuse_hidden, refuse_reentrant
 from gnmr.measure.model_output import Output
 from gnmr.measure.operand_errors import measure_errors
 from gnmr.measure.price import PRICES, Sequences, measure_prices
-from gnmr.measure.unplanned import UnplannedParts
+from gnmr.measure.unplanned import ALL_CACHES, UnplannedParts
+from gnmr.names import Pins
 from gnmr.options import require
 
 PASSES_PER_BATCH = 8
@@ -233,6 +234,27 @@ class ModelPasses(ForwardPasses):
                 if (kl := high.kl_to(low)) is not None:
                     kls[name].append(kl)
         return kls
+
+    @property
+    def kv_cast(self) -> str | None:
+        """Return the cast of keys and values; None if they are not measured."""
+        return None if self._unplanned.kv is None else self._unplanned.kv.cast_name
+
+    def with_caches(self, batch: Any, place: int, pins: Pins) -> tuple[Output, Output, Output]:
+        """Run three forward passes of a batch.
+
+        Args:
+            batch: the batch.
+            place: its number.
+            pins: GEMMs of the low path that a plan keeps.
+
+        Returns:
+            The output on the recovery path; with all keys and values cast, and all else on the recovery path; and with
+            all of them cast under the plan.
+        """
+        high, alone = self.reference(batch, place), self.forward(batch, place, low_part=ALL_CACHES)
+        with self.pinned(pins):
+            return high, alone, self.forward(batch, place, low=self.all_low, low_part=ALL_CACHES)
 
     @torch.no_grad()
     def rounding(self, batch: Any) -> float | None:

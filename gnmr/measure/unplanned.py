@@ -42,6 +42,10 @@ def kv_cast_of(word: str) -> Cast:
     return cast
 
 
+ALL_CACHES = "kv"
+"""Name of all keys and values together, as a part that is in low precision."""
+
+
 class UnplannedParts:
     """The parts (`BESIDE` in gnmr.names) to measure, each alone with everything else on the recovery path."""
 
@@ -84,7 +88,7 @@ class UnplannedParts:
 
     @contextmanager
     def running(self, alone: str | None = None) -> Iterator[None]:
-        """Keep everything on the recovery path except the part `alone`."""
+        """Keep everything on the recovery path except the part `alone`, which may be `ALL_CACHES`."""
         if self.converted is not None:
             for operator in self.converted.operators:
                 operator.switch(operator.operator_name != alone)
@@ -131,6 +135,7 @@ class KVCache(TorchFunctionMode):
     def __init__(self, model: nn.Module, cast: Cast) -> None:
         super().__init__()
         self._model, self._cast = model, cast
+        self.cast_name = str(cast)
         self._inside: list[str] = []
         self._alone: str | None = None
         self._sums: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
@@ -148,7 +153,7 @@ class KVCache(TorchFunctionMode):
 
     def _read(self, name: str, x: Tensor) -> Tensor:
         """Return the tensor that attention reads in place of `x` (B, ..., T, D)."""
-        if name == self._alone:
+        if self._alone in (name, ALL_CACHES):
             return self._stored(x)
         if torch.is_grad_enabled() and x.requires_grad:
             x = x.view_as(x)
@@ -173,7 +178,7 @@ class KVCache(TorchFunctionMode):
 
     @contextmanager
     def running(self, alone: str | None = None) -> Iterator[None]:
-        """Turn the mode on, and cast the cache `alone`."""
+        """Turn the mode on, and cast the cache `alone`, or `ALL_CACHES`."""
         self._alone = alone
         with ExitStack() as stack:
             for name, module in self._model.named_modules():

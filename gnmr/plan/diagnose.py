@@ -126,7 +126,8 @@ def diagnose(
             forward passes; there is then no backward pass, and no score of dgrad and wgrad. It is the choice if errors
             are large (INT4, E2M1), and if memory is short: a model of blocks is run block by block.
         confirm: number of operators, highest by either estimate, whose KL is measured.
-        include: parts to measure alone and outside the plan: head, router, kv (`gnmr.measure.unplanned`).
+        include: parts to measure alone and outside the plan: head, router, kv (`gnmr.measure.unplanned`). With kv and
+            held-out batches, what all keys and values cost is measured too, alone and under the plan.
         kv_cast: cast of the cache of keys and values: a number format and the group that shares a scale.
         tokens: price one token in every `tokens`; above 1, there is no estimate by sequence.
         terms: returns the number of terms in the mean loss of a batch, if `run` returns a loss alone. None: it is
@@ -317,6 +318,8 @@ class _Measurement:
         )
         if held_out:
             diagnosis = self._with_held_out(diagnosis, held_out, len(costs))
+            if isinstance(passes, ModelPasses) and passes.kv_cast is not None:
+                diagnosis = self._with_caches(passes, diagnosis, held_out, len(costs))
         if isinstance(passes, ModelPasses):
             passes.refuse_state(findings.first_batch)
         return diagnosis
@@ -712,6 +715,24 @@ class _Measurement:
             excess={name: paired_difference(by_batch[name], by_batch["plan"], terms) for name in guesses},
             curve=tuple((choice.extra, costs[f"{choice.extra}"]) for choice in curve),
         )
+
+    def _with_caches(self, passes: ModelPasses, diagnosis: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
+        """Add what all keys and values cost on held-out batches, numbered from `before`: alone, and under the plan."""
+        pins = {} if diagnosis.pins else diagnosis.choice().pins  # pins of a plan in force are on the low path
+        passes.expect_more(3 * len(batches))
+        high: list[float] = []
+        terms: list[int] = []
+        low: dict[str, list[float]] = {"alone": [], "plan": []}
+        kls: dict[str, list[Any]] = {"alone": [], "plan": []}
+        for place, batch in enumerate(batches, before):
+            reference, alone, under_plan = passes.with_caches(batch, place, pins)
+            high.append(reference.loss_value)
+            terms.append(max(1, reference.terms))
+            for name, output in (("alone", alone), ("plan", under_plan)):
+                low[name].append(output.loss_value)
+                kls[name].append(reference.kl_to(output))
+        caches = {name: PathCost.of(kls[name], high, low[name], terms) for name in low}
+        return replace(diagnosis, caches=caches, kv_cast=passes.kv_cast)
 
 
 def _refuse_other_kind(where: str, loss_alone: bool, first_alone: bool) -> None:

@@ -134,6 +134,10 @@ class Diagnosis:
     """(extra time, cost that remains on the held-out batches) of plans of other budgets."""
     unplanned: tuple[GemmCost, ...] = ()
     """The output head, routers and caches that were asked for, each measured alone and in no sum or plan."""
+    kv_cast: str | None = None
+    """Cast of the keys and values; None: they were not measured together."""
+    caches: Mapping[str, PathCost] = field(default_factory=dict)
+    """Cost on the held-out batches of all keys and values in `kv_cast`: `alone`, and with the `plan`."""
     limit: float | None = None
     """KL from rounding in the model's own dtype, nats per token."""
     against: bool = False
@@ -328,6 +332,8 @@ class Diagnosis:
             texts["kl"] = f"{cost.kl:.6g} nats per token with everything low"
         if cost.cost is not None:
             texts["loss"] = f"{cost.cost:+.6g} nats, {cost.high:.6g} -> {cost.low:.6g}"
+        if self.caches:
+            texts["keys and values"] = "; ".join(_of_caches(self))
         # Prices of two sides are no prices of recipes. A plan cannot hold a price that is not finite.
         prices: dict[str, dict[str, dict[str, float]]] = {}
         for (name, gemm), nats_on in self.prices.items() if not self.against else ():
@@ -382,7 +388,7 @@ class Diagnosis:
 
     def verdict(self) -> str:
         """Return the verdict: one sentence, and the operators and modules that it leaves out."""
-        return "; ".join([_sentence(self), *left_out(self)])
+        return "; ".join([_sentence(self), *_of_caches(self), *left_out(self)])
 
     def tree(self) -> dict[str, Any]:
         """Return all numbers as a tree for JSON."""
@@ -415,6 +421,8 @@ class Diagnosis:
             "choices": self.compared(),
             "curve": [{"extra": extra, **cost.tree()} for extra, cost in self.curve],
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
+            "kv_cast": self.kv_cast,
+            "caches": {name: cost.tree() for name, cost in self.caches.items()},
             "beside": [vars(row) | {"interval": list(row.interval)} for row in self.unplanned],
             "scores": self.scores,
             "operators": {name: list(shape) for name, shape in self.operators.items()},
@@ -498,6 +506,18 @@ def _sentence(diagnosis: Diagnosis) -> str:
         _better_guess(diagnosis),
     ]
     return "; ".join(filter(None, clauses))
+
+
+def _of_caches(diagnosis: Diagnosis) -> list[str]:
+    """Return a clause on what keys and values cost, and what is left with them; nothing if they were not measured."""
+    if not diagnosis.caches:
+        return []
+    alone, with_plan = (
+        format_nats(cost.nats) + (f" ± {format_nats(cost.noise)}" if cost.noise > 0 else "")
+        for cost in (diagnosis.caches["alone"], diagnosis.caches["plan"])
+    )
+    plan = "the plan" if diagnosis.pins or diagnosis.choice().pins else diagnosis.recipe
+    return [f"keys and values in {diagnosis.kv_cast} cost {alone} nats alone, and {plan} leaves {with_plan} with them"]
 
 
 def _of_two_sides(diagnosis: Diagnosis) -> str:

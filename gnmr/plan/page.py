@@ -21,6 +21,8 @@ from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out
 
 _TOP = 10
 """GEMMs that are named."""
+_MOST_BESIDE = 4
+"""Parts outside the plan that are named."""
 _STEPS = (0.02, 0.05, 0.1, 0.2, 0.5)
 """Shares of the largest value from which a cell has the next color."""
 _RESCUES = 3
@@ -179,11 +181,7 @@ def totals(diagnosis: Diagnosis) -> list[str]:
         lines.append(recipes_line(diagnosis))
     if diagnosis.held_out is not None:
         lines.append(f"{paths}, held-out batches: {line_of(diagnosis.held_out)}")
-    if diagnosis.unplanned:
-        row = max(diagnosis.unplanned, key=lambda row: row.value)
-        lines.append(
-            f"outside the plan and the sum, each measured alone: at most {short(row.value)}, of {row.operator}"
-        )
+    lines += beside(diagnosis)
     if (stable := diagnosis.stability()) is not None:
         order = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
         if not diagnosis.pins:
@@ -195,6 +193,16 @@ def totals(diagnosis: Diagnosis) -> list[str]:
         errors = ", ".join(f"{row.operator} {short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)
         lines.append(f"largest relative squared errors of {gemm}: {errors or 'none'}")
     return [*lines, *left_out(diagnosis)]
+
+
+def beside(diagnosis: Diagnosis) -> list[str]:
+    """Return a line on the parts outside the plan, the highest ones first; nothing if there are none."""
+    rows = sorted(diagnosis.unplanned, key=lambda row: -row.value)
+    if not rows:
+        return []
+    words = [f"{row.operator} {'≈ ' if row.measured is None else ''}{short(row.value)}" for row in rows[:_MOST_BESIDE]]
+    more = [f"and {len(rows) - _MOST_BESIDE} more"] if len(rows) > _MOST_BESIDE else []
+    return [f"outside the plan and the sum, each measured alone: {', '.join([*words, *more])}"]
 
 
 def paths_name(diagnosis: Diagnosis) -> str:

@@ -598,6 +598,36 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> No
         assert row.by_sequence == pytest.approx(row.measured, rel=0.5)
 
 
+@pytest.mark.parametrize("under", [False, True])
+def test_what_all_keys_and_values_cost_alone_and_what_a_plan_leaves_with_them(under: bool) -> None:
+    model, held_out = Mixer().eval(), batches_of(2, seed=2)
+    options: dict[str, Any] = {"include": ["kv"], "kv_cast": "int4/row", "confirm": 3, "batches": batches_of(2)}
+    found = diagnosed(model, **options)
+    pins = found.choice().pins
+    if under:
+        del options["batches"]
+        found = diagnosed(model, recipe="bf16", plan=found.plan(), batches=batches_of(2), **options)
+        assert found.pins == pins
+    assert pins and found.kv_cast == "int4/row"
+    exact = F.scaled_dot_product_attention
+
+    def low(x: Tensor) -> Tensor:
+        return quantize(x.reshape(-1, x.shape[-1]), Cast.of("int4/row"), 1)[0].view_as(x)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        high = [model(batch) for batch in held_out]
+        patch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **more: exact(q, low(k), low(v), **more))
+        alone = [kl_by_hand(logits, model(batch)) for logits, batch in zip(high, held_out, strict=True)]
+        converted = convert(model, PathSpec(low="sim_e2m1", recovery="bf16", pins=pins, backend="simulated"))
+        left = [kl_by_hand(logits, model(batch)) for logits, batch in zip(high, held_out, strict=True)]
+        converted.restore()
+    assert found.caches["alone"].kl == pytest.approx(float(torch.cat(alone).mean()), rel=1e-3)
+    assert found.caches["plan"].kl == pytest.approx(float(torch.cat(left).mean()), rel=1e-3)
+    assert "; keys and values in int4/row cost " in found.verdict() and "the plan leaves " in found.verdict()
+    assert found.tree()["caches"]["plan"]["kl"] == found.caches["plan"].kl
+    assert "caches" in found.tree() and (under or "keys and values" in found.plan().provenance)
+
+
 def test_a_head_in_bf16_against_one_in_fp32() -> None:
     """Operands and logits are rounded, and the sums between are those of float32."""
     model, batches = Routed().eval(), batches_of(2, size=8)

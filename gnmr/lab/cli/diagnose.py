@@ -317,7 +317,7 @@ def _origin(subject: Subject, options: Namespace, blocks: TextBlocks, command: s
 
 
 def _show(diagnosis: Diagnosis, plan: PinPlan | None, options: Namespace) -> None:
-    from gnmr.plan.page import totals
+    from gnmr.plan.page import beside, totals
     from gnmr.plan.terminal import story
 
     console = for_tables()
@@ -325,7 +325,7 @@ def _show(diagnosis: Diagnosis, plan: PinPlan | None, options: Namespace) -> Non
     print_plain(console, f"{printable(diagnosis.verdict())}\n", by_words)
     for table in story(diagnosis, console.width):
         console.print(table)
-    for line in totals(diagnosis)[:2]:
+    for line in (*totals(diagnosis)[:2], *beside(diagnosis)):
         print_plain(console, line, by_words)
     if plan is not None and plan.expected is not None:
         expected = f"the plan expected {plan.expected[1]:.4g} nats to be left"
