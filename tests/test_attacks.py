@@ -27,14 +27,14 @@ from gnmr.lab.config import Config
 from gnmr.records.reader import read_json, read_jsonl, read_units
 
 WORDS = ("training.steps=12", "training.checkpoint_every=2")
-MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "peak_memory_bytes")
+MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "mfu", "peak_memory_bytes")
 Train = Callable[..., Path]
 Tiny = Callable[..., Config]
 
 
 def records(folder: Path) -> str:
     """Every record of a run but what was measured of the machine."""
-    steps = [{**row, "step_time_s": 0} for row in read_jsonl(folder / "steps.jsonl")]
+    steps = [{**row, "step_time_s": 0, "tokens_per_s": 0} for row in read_jsonl(folder / "steps.jsonl")]
     summary = {key: value for key, value in (read_json(folder / "summary.json") or {}).items() if key not in MEASURED}
     others = [read_jsonl(folder / name) for name in ("eval.jsonl", "events.jsonl", "faults.jsonl")]
     return repr([steps, others, read_units(folder).to_pylist(), summary])

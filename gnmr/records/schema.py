@@ -50,6 +50,9 @@ STEP_FIELDS: dict[str, str] = {
     "step": "number of the step, from 1",
     "tokens": "training tokens seen, this step included",
     "loss": "mean cross-entropy of the step's tokens, nats, FP32",
+    "bits_per_byte": "the loss in bits per byte of the text, comparable between tokenizers: loss * targets / (ln 2 * "
+    "bytes of UTF-8 of the targets); an end token is a target of 0 bytes; null where the tokenizer does not spell its "
+    "text (WordPiece, WordLevel), and in a loop of one's own",
     "lr": "learning rate of this step",
     "grad_norm_pre_clip": "global gradient norm before clipping; in a loop of one's own, that of all units together",
     "num_candidates": "units that this step's norms made candidates (Algorithm 2, C_t); null while a fork heals",
@@ -78,6 +81,10 @@ STEP_FIELDS: dict[str, str] = {
     "nonfinite_streak": "such steps in a row (resets)",
     "nonfinite_unit": "where the first non-finite number was found, null in a finite step",
     "step_time_s": "wall time of the step, s",
+    "tokens_per_s": "training tokens of the step, of all processes, over step_time_s; null in a loop of one's own",
+    "mfu": "model FLOPs utilization, 0 to 1: FLOPs of the model's GEMMs and attention, forward and backward, over "
+    "step_time_s times the dense BF16 peak of the devices (gnmr/lab/train/throughput.py); null where the peak is "
+    "unknown, as on a CPU",
     "slowest_rank": "of a run of several processes the one that the others waited for; null in one process",
     "weights_digest": "of a run of several processes before each checkpoint: 64 bits of all weights after the "
     "step, the same under any number of processes (gnmr/attachment/ranks/reduce.py); else null",
@@ -90,6 +97,7 @@ EVAL_FIELDS: dict[str, str] = {
     "tokens": "training tokens seen",
     "val_loss": "mean cross-entropy over the fixed validation blocks on the 16-bit path, nats",
     "val_ppl": "exp(val_loss)",
+    "val_bits_per_byte": "val_loss in bits per byte, as bits_per_byte of a step",
     "val_loss_low": "of a fork the same with every operator on the low path; val_loss where that casts nothing in the "
     "forward pass; else null",
     "phase": "of a fork: base (before its first step), low (after training.steps), healed (after fork.heal more); else "
@@ -149,6 +157,10 @@ SUMMARY_FIELDS: dict[str, str] = {
     "tokens": "tokens trained on",
     "final_val_loss": "val_loss of the last evaluation, null if none",
     "final_val_ppl": "val_ppl of the last evaluation, null if none",
+    "final_val_bits_per_byte": "val_bits_per_byte of the last evaluation, null if none",
+    "spike_score": "share of the steps, 0 to 1, whose loss lies at least 7 standard deviations from the mean of the "
+    "last 1,000 losses before it (OLMo 2, arXiv 2501.00656); steps with fewer than 50 losses before them and losses "
+    "that are not finite do not count; null if no step does",
     "promotion_frac": "active unit-steps over recoverable unit-steps; 0 in a static run, which has none; the steps of "
     "a high-fidelity warm-up (controller.warmup_frac), in which every unit is active, count as any other; steps in "
     "which a fork heals count nowhere in the shares of units and steps",
@@ -168,6 +180,7 @@ SUMMARY_FIELDS: dict[str, str] = {
     "wall_time_s": "sum of step_time_s, s",
     "step_time_median_s": "median of step_time_s, s; null without steps",
     "tokens_per_s": "tokens of a step over step_time_median_s; null without steps",
+    "mfu": "median of the steps' mfu; null without a known peak",
 }
 """A share or mean over nothing (no steps, no units) is null."""
 

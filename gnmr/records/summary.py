@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from gnmr.records.reader import iter_sound
 from gnmr.records.schema import SUMMARY_FIELDS
+
+_WINDOW, _FEWEST, _DEVIATIONS = 1000, 50, 7.0
+"""Of `SpikeScore`: most and fewest earlier values, and the distance of a spike in standard deviations."""
+
+
+class SpikeScore:
+    """The share of the values of a series that lie far from those before them (OLMo 2, arXiv 2501.00656, section 3).
+
+    Every value is compared with the mean of up to `_WINDOW` values before it, so that a spike raises no level that it
+    is compared with. Values that are not finite are left out.
+    """
+
+    def __init__(self) -> None:
+        self._window: deque[float] = deque()
+        self._sum = self._sum_of_squares = 0.0
+        self._spikes = self._values = 0
+
+    def add(self, value: float) -> None:
+        """Take the next value of the series."""
+        if not math.isfinite(value):
+            return
+        number = len(self._window)
+        if number >= _FEWEST:
+            mean = self._sum / number
+            variance = max(self._sum_of_squares / number - mean**2, 0.0)
+            distance = abs(value - mean)
+            self._values += 1
+            self._spikes += distance > 0 and distance >= _DEVIATIONS * math.sqrt(variance)
+        if number == _WINDOW:
+            oldest = self._window.popleft()
+            self._sum, self._sum_of_squares = self._sum - oldest, self._sum_of_squares - oldest**2
+        self._window.append(value)
+        self._sum, self._sum_of_squares = self._sum + value, self._sum_of_squares + value**2
+
+    def share(self) -> float | None:
+        """Return spikes over values that had enough values before them; None if there are none."""
+        return _share(self._spikes, self._values)
 
 
 class _Steps:
@@ -20,12 +58,18 @@ class _Steps:
         self.over: Counter[str] = Counter()
         self.saturation: dict[str, list[int]] = {}
         self.times: list[float] = []
+        self.mfus: list[float] = []
+        self.spikes = SpikeScore()
         self.last: dict[str, Any] = {"tokens": 0, "nonfinite_total": 0}
 
     def add(self, row: dict[str, Any]) -> None:
         # Fields that a step does not have are not counted into the number that a mean divides by.
         self.last = row
         self.times.append(row["step_time_s"])
+        if (loss := row["loss"]) is not None:  # null in a loop of one's own that does not log it
+            self.spikes.add(loss)
+        if (mfu := row.get("mfu")) is not None:
+            self.mfus.append(mfu)
         self.over.update(row["over"])
         if (active := row["num_active"]) is not None:  # null while a fork heals
             self.totals.update(routed=1, promoted=active, at_max_o=active >= self.max_o)
@@ -77,6 +121,8 @@ def summarize(
         "tokens": last["tokens"],
         "final_val_loss": final.get("val_loss"),
         "final_val_ppl": final.get("val_ppl"),
+        "final_val_bits_per_byte": final.get("val_bits_per_byte"),
+        "spike_score": steps.spikes.share(),
         "promotion_frac": _share(totals["promoted"], totals["routed"] * num_recoverable),
         "hit_max_o_frac": _share(totals["at_max_o"], totals["routed"]),
         "over_frac": over_frac,
@@ -92,6 +138,7 @@ def summarize(
         "wall_time_s": sum(steps.times),
         "step_time_median_s": step_time_s,
         "tokens_per_s": last["tokens"] / last["step"] / step_time_s if step_time_s else None,
+        "mfu": median(steps.mfus) if steps.mfus else None,
     }
     assert summary.keys() == SUMMARY_FIELDS.keys()
     return summary

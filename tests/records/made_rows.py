@@ -17,6 +17,7 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
         "step": step,
         "tokens": step * 2048,
         "loss": 10.0 / (step + 0.1),
+        "bits_per_byte": 5.0 / (step + 0.1),
         "lr": 1e-3 / 3,
         "grad_norm_pre_clip": 0.1 + step,
         "num_candidates": 3,
@@ -34,13 +35,25 @@ def step_row(step: int, **changes: Any) -> dict[str, Any]:
         "nonfinite_total": 0,
         "nonfinite_streak": 0,
         "step_time_s": 0.25,
+        "tokens_per_s": 8192.0,
+        "mfu": 0.375,
         **changes,
     }
 
 
+BITS = {"val_bits_per_byte": 1.25}
+
+
 def eval_row(step: int) -> dict[str, Any]:
     no_fork = {"val_loss_low": None, "phase": None}
-    return {"step": step, "tokens": step * 2048, "val_loss": 2.0 + 1 / step, "val_ppl": 8.0 + 1 / step, **no_fork}
+    return {
+        "step": step,
+        "tokens": step * 2048,
+        "val_loss": 2.0 + 1 / step,
+        "val_ppl": 8.0 + 1 / step,
+        **BITS,
+        **no_fork,
+    }
 
 
 def event_row(step: int, unit: str | None = UNITS[0], event: str = "promote", cause: str = "gnmr") -> dict[str, Any]:

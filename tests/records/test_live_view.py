@@ -80,9 +80,11 @@ def test_plain_lines_without_a_terminal(tmp_path: Path, mode: str) -> None:
     drive(LiveView(mode, Console(file=file, width=80, force_terminal=mode == "plain", no_color=True)), tmp_path)
     lines = shown(file.getvalue()).splitlines()
     assert lines[0] == ("int4-abc-s0: 40 steps of 2,048 tokens, 1.23 M parameters, 4 units, cpu, records in runs/x")
-    assert lines[1] == "step 20/40  loss 3.2500  lr 3.33e-04  recovery 2/4  left 0:00:00"
-    assert lines[2] == "step 20/40  val_loss 2.0500  val_ppl 8.05"
-    assert lines[3] == "step 40/40  loss 3.2500  lr 3.33e-04  ppl 8.05  recovery 2/4  skipped 1  left 0:00:00"
+    speed = "8.19 k tokens/s  MFU 37.5%  left 0:00:00"
+    assert lines[1] == f"step 20/40  loss 3.2500  0.2488 bits/byte  lr 3.33e-04  recovery 2/4  {speed}"
+    assert lines[2] == "step 20/40  val_loss 2.0500  val_ppl 8.05  1.2500 bits/byte"
+    figures = "loss 3.2500  0.1247 bits/byte  lr 3.33e-04  ppl 8.05  recovery 2/4  skipped 1"
+    assert lines[3] == f"step 40/40  {figures}  {speed}"
     assert lines[5] == "a [bold]message[/bold]"
     assert lines[-1] == "next: gnmr report runs/x"
 
@@ -140,7 +142,7 @@ def test_all_who_are_in_recovery_are_shown_or_counted() -> None:
         text = picture(
             width, rows(30, 30), step_row(1), [{"step": 1, "unit": "layers.3", "event": "release"}], height=24
         )
-        assert len(text.splitlines()) < 24 and "● and 23 more in recovery" in text
+        assert len(text.splitlines()) < 24 and "● and 24 more in recovery" in text
         text = picture(width, rows(30, 20), step_row(1), [], height=24)
         assert len(text.splitlines()) < 24 and "layers.0 " in text, "the riskiest that may come stay in sight"
 

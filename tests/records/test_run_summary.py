@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from made_rows import eval_row, step_row
 
 from gnmr.records.reader import read_units
 from gnmr.records.schema import SUMMARY_FIELDS
-from gnmr.records.summary import summarize
+from gnmr.records.summary import SpikeScore, summarize
 from gnmr.records.writer import RunWriter
 
 
@@ -36,6 +38,8 @@ def test_summary_by_hand(tmp_path: Path) -> None:
         "tokens": 8192,
         "final_val_loss": 2.25,
         "final_val_ppl": 8.25,
+        "final_val_bits_per_byte": 1.25,
+        "spike_score": None,
         "promotion_frac": 6 / 20,
         "hit_max_o_frac": 2 / 4,
         "numbers_sent_total": None,
@@ -51,7 +55,36 @@ def test_summary_by_hand(tmp_path: Path) -> None:
         "wall_time_s": 5.0,
         "step_time_median_s": 0.375,
         "tokens_per_s": 2048 / 0.375,
+        "mfu": 0.375,
     }
+
+
+def test_spike_score_by_hand() -> None:
+    # The losses alternate between 2 and 4, so their mean is 3 and their standard deviation 1.
+    losses = [2.0 if i % 2 else 4.0 for i in range(60)]
+    score = SpikeScore()
+    for loss in losses:
+        score.add(loss)
+    assert score.share() == 0.0
+    score.add(math.nan)
+    score.add(9.9)
+    assert score.share() == 0.0, "6.9 standard deviations; NaN is left out"
+    score = SpikeScore()
+    for loss in [*losses, 10.0]:
+        score.add(loss)
+    assert score.share() == 1 / 11, "the first 50 losses are compared with too few"
+
+
+def test_spike_score_reads_a_window_of_a_thousand(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    losses = [*draw.normal(1000.0, 5.0, 1500), *draw.normal(3.0, 0.1, 2500)]
+    losses[3000] = losses[3500] = 9.0
+    score, spikes = SpikeScore(), 0
+    for i, loss in enumerate(losses):
+        score.add(loss)
+        before = np.array(losses[max(0, i - 1000) : i])
+        spikes += i >= 50 and abs(loss - before.mean()) >= 7 * before.std()
+    assert spikes >= 3 and score.share() == spikes / (len(losses) - 50)
 
 
 def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from wandb_files import history_of, parts_of, records_of
 
 from gnmr.lab.views import wandb_sink
 from gnmr.lab.views.live import RunInfo
-from gnmr.lab.views.wandb_sink import EVAL_METRICS, STEP_METRICS, WandbSink, _has_key
+from gnmr.lab.views.wandb_sink import WandbSink, _has_key, series_of
 from gnmr.records.schema import UnitRows
 from gnmr.records.unit_stream import UnitStream
 from gnmr.records.writer import RunWriter
@@ -39,6 +39,26 @@ def info(folder: Path) -> RunInfo:
 def start(sink: WandbSink, folder: Path, mode: str = "offline") -> None:
     config = {"model": {"name": "llama"}, "controller": {"trigger": 2.0}}
     sink.start(info(folder), config, HEADER, mode)
+
+
+SERIES = {
+    "train/loss": "loss",
+    "train/skipped": "skipped",
+    "recovery/num_active": "num_active",
+    "recovery/spent_gemm_frac": "spent_gemm_frac",
+    "memory/saved_bytes": "saved_bytes",
+}
+"""The field of steps.jsonl that each of these series has."""
+
+
+def test_every_number_of_a_row_is_a_series() -> None:
+    row = step_row(3, slowest_rank=1, nonfinite_unit="layers.0", weights_digest=None)
+    series = series_of(row)
+    assert {name: series[name] for name in SERIES} == {name: row[field] for name, field in SERIES.items()}
+    assert series["train/slowest_rank"] == 1
+    assert {name.partition("/")[2] for name in series} == {
+        field for field, value in row.items() if field != "step" and isinstance(value, (int, float))
+    }
 
 
 @pytest.mark.slow
@@ -76,10 +96,10 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
     for step, row in rows.items():
         logged = history[step]
         np.testing.assert_equal(
-            {name: logged[name] for name in STEP_METRICS.values()}, {n: row[k] for k, n in STEP_METRICS.items()}
+            {name: logged[name] for name in SERIES}, {name: row[field] for name, field in SERIES.items()}
         )
         assert logged["step"] == step
-        assert set(EVAL_METRICS.values()) <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
+        assert {"val/loss", "val/ppl"} <= logged.keys() if step % 6 == 0 else "val/loss" not in logged
         assert any(name.startswith("traces/") for name in logged) == (step == 40)
         assert logged["recovery/promotions"] == 2 * (step >= 2) + 2 * (step >= 9)
     assert history[12]["val/loss"] == eval_row(12)["val_loss"]

@@ -19,7 +19,7 @@ from gnmr.records.reader import read_json, read_jsonl, read_units
 
 WAITING = {"cpu", "item", "tolist", "numpy", "nonzero", "masked_select", "equal", "allclose", "unique"}
 WAITING |= {"__bool__", "__float__", "__int__", "__index__"}
-MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "peak_memory_bytes")
+MEASURED = ("wall_time_s", "step_time_median_s", "tokens_per_s", "mfu", "peak_memory_bytes")
 """What the summary says of the machine."""
 
 
@@ -38,7 +38,7 @@ def everything(folder: Path, *fields: str) -> dict[str, Any]:
     return {
         "files": sorted(p.name for p in folder.iterdir()),
         "checkpoints": sorted(p.name for p in (folder / "checkpoints").iterdir()),
-        "steps": [without(row, "step_time_s", *fields) for row in read_jsonl(folder / "steps.jsonl")],
+        "steps": [without(row, "step_time_s", "tokens_per_s", *fields) for row in read_jsonl(folder / "steps.jsonl")],
         "eval": read_jsonl(folder / "eval.jsonl"),
         "events": read_jsonl(folder / "events.jsonl"),
         "units": read_units(folder).to_pylist(),

@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from gnmr.errors import UserError
 from gnmr.records.untrusted import first_line
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 END = "<|endoftext|>"
 ACCEPTED_ENDS = (END, "<|end_of_text|>", "</s>")
 FILE = "tokenizer.json"
+_PROBE = "A naïve café:\n 1 + 2 = 3 – 東京."
+"""A text by which `token_bytes` checks a vocabulary."""
 LONGEST_WORD = 1000  # bytes; longer words (or runs of blanks) are split while the tokenizer is trained
 
 
@@ -178,6 +182,36 @@ def encode(
         return encodings
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"{where}: cannot encode the text ({first_line(error)})") from error
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray | None:
+    """Return the bytes of text that each token stands for.
+
+    Args:
+        tokenizer: any tokenizer that `load` returned.
+
+    Returns:
+        (V,) int64, the bytes of UTF-8 by token id; 0 for special tokens and unused ids. None if the tokens of a text
+        do not spell it, because the tokenizer drops or changes characters (WordPiece, WordLevel).
+    """
+    names = tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder()
+    encoding = tokenizer.encode(_PROBE, add_special_tokens=False)
+    # A character of a byte-level name is one byte. Other names are text, with ▁ for a blank and <0x0A> for a byte.
+    for length in (len, _length_as_text):
+        table = np.zeros(vocab_size(tokenizer), dtype=np.int64)
+        for name, number in names.items():
+            table[number] = len(name.encode()) if number in added else length(name)
+        table[[number for number, token in added.items() if token.special]] = 0
+        # A tokenizer of pieces may put one blank before the text.
+        if int(table[encoding.ids].sum()) - len(_PROBE.encode()) in (0, 1):
+            return table
+    return None
+
+
+def _length_as_text(name: str) -> int:
+    """Return the bytes of a token that is named by its text."""
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", name) else len(name.replace("▁", " ").encode())
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

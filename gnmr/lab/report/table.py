@@ -33,6 +33,7 @@ _OPTIONAL = (
     "GEMM FLOPs\nrecovered",
     "unit-steps\nrecovered",
     "extra time",
+    "spike score",
     "promotions",
     "sent",
 )
@@ -104,6 +105,7 @@ def _row(comparison: Comparison, arm: Arm) -> list[str]:
         percent(comparison.spend(arm)) if comparison.spend_of == "GEMM FLOPs" else NOTHING,
         percent(comparison.spend(arm)) if comparison.spend_of == "unit-steps" else NOTHING,
         percent(arm.mean("spent_extra_time") or None) if arm.routed else NOTHING,
+        percent(arm.mean("spike_score") or None),
         NOTHING if promotions is None else f"{promotions.mean:,.0f}",
         percent(arm.mean("numbers_sent_frac")),
     ]
@@ -162,6 +164,11 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
         notes.append(f"{comparison.spend_of} recovered: the share of the {comparison.spend_of} on the recovery path.")
     if "extra time" in columns:
         notes.append("Extra time: the GEMM time that pins and recovery add to that of all GEMMs on the low recipe.")
+    if "spike score" in columns:
+        notes.append(
+            "Spike score: the share of steps whose loss lies at least 7 standard deviations from the mean of the 1,000 "
+            "before it."
+        )
     return notes
 
 

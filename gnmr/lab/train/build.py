@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from gnmr.conversion.converting import operator_shapes
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab import models
 from gnmr.lab.config import Config, PrecisionConfig
+from gnmr.lab.data import tokenizer
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents, TokenCorpus, TokenFile
 from gnmr.lab.data.packing import PackedSequences, packed_validation
@@ -87,6 +89,15 @@ class Parts:
     """Seeds the random numbers of each micro-batch. If None, micro-batches draw them in turn."""
     compressed: GreedyLore | None = None
     """Sends the gradients if they are compressed."""
+    flops_per_token: float = 0.0
+    """FLOPs of the model's forward and backward pass, see `gnmr.lab.train.throughput`."""
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of text of each token, (V,) int64; None if the tokenizer's tokens do not spell a text."""
+        from tokenizers import Tokenizer
+
+        return tokenizer.token_bytes(Tokenizer.from_file(str(self.corpus.tokenizer_path)))
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 1. A fork continues the schedule of its base."""
@@ -189,7 +200,7 @@ def build_parts(
             model, converted = pretrained_model(config, device)
             corpus = apart(corpus, model)
             check_sizes(config, model, corpus.vocab_size)
-        _count_work(config, model, converted, validation(config, corpus, 1))
+        flops_per_token = _count_work(config, model, converted, validation(config, corpus, 1))
         # Dropout begins from the seed, whatever building the model has drawn.
         torch.manual_seed(training.seed)
         if training.export_hf:
@@ -237,13 +248,17 @@ def build_parts(
         wrapped=wrapped,
         draws=None if in_turn else Draws(training.seed, converted, device),
         compressed=compressed,
+        flops_per_token=flops_per_token,
     )
 
 
-def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, block: Tensor | Batch) -> None:
+def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, block: Tensor | Batch) -> float:
     """Count the work of the newly drawn or loaded model on this block, without side effects.
 
     Costs are shares of this count. A resumed run counts the same again.
+
+    Returns:
+        FLOPs of a forward and backward pass per token of the block.
     """
     modes = [(module, module.training) for module in model.modules()]
     device = device_of(config.training.device)
@@ -256,6 +271,8 @@ def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, blo
         for module, mode in modes:
             module.training = mode
     converted.cost.count(coverage.work(converted.operators))
+    # A multiplication comes with an addition. The backward pass multiplies twice: for the input and for the weight.
+    return 2 * 3 * (coverage.total + coverage.attention) / config.training.seq_len
 
 
 def check_plan(config: Config) -> None:

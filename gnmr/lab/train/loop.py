@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,10 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.stopping import is_bypassed
 from gnmr.lab.train.build import Parts, TrainingBlocks, train_step
 from gnmr.lab.train.checkpoint import Checkpointer
-from gnmr.lab.train.loss import evaluate
+from gnmr.lab.train.loss import bits_per_byte, bytes_per_target, evaluate
 from gnmr.lab.train.rows import Counters, step_row, verdict_row
 from gnmr.lab.train.step import StepResult, TrainStep
+from gnmr.lab.train.throughput import peak_flops, throughput
 from gnmr.lab.views.recorder import Recorder, Silent
 from gnmr.records.reader import read_jsonl
 from gnmr.records.schema import event_rows, unit_rows
@@ -52,13 +53,14 @@ class Steps:
         if parts.draws is not None:
             parts.draws.begin_step(step)
         micro_batches = [self._blocks.next(training.batch_size) for _ in range(training.accumulation)]
+        bytes_of_target = bytes_per_target(micro_batches, parts.token_bytes)
         for i in range(parts.world.rank, training.accumulation, parts.world.size):  # only this process's micro-batches
             micro_batches[i] = micro_batches[i].to(parts.device)
         lr = parts.learning_rate(step)
         result = self._heal(step, micro_batches, lr) if heals(parts, step) else self._routed(micro_batches, lr)
         if parts.faults is not None and (ranks := parts.router.controller.ranks) is not None:
             parts.faults.end_step(ranks.take_largest)
-        return result
+        return replace(result, bits_per_byte=bits_per_byte(result.loss, bytes_of_target))
 
     def _heal(self, step: int, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
         if self._healing is None:  # not earlier, because building it begins a step of the converted model
@@ -118,7 +120,9 @@ def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, An
         raise RunFailed(f"the validation loss after step {step} is {loss if low is None else f'{loss}, {low} low'}")
     # A large loss gives infinity here, where math.exp would raise OverflowError.
     ppl = torch.tensor(loss, dtype=torch.float64).exp().item()
-    return {"val_loss": loss, "val_ppl": ppl, "val_loss_low": low, "phase": phase(parts, step)}
+    bits = bits_per_byte(loss, bytes_per_target([held_out], parts.token_bytes))
+    losses = {"val_loss": loss, "val_ppl": ppl, "val_bits_per_byte": bits, "val_loss_low": low}
+    return {**losses, "phase": phase(parts, step)}
 
 
 class Scorer(Protocol):
@@ -158,6 +162,7 @@ class Loop:
         counters = self.counters
         self._streak_began = counters.step + 1 - counters.nonfinite_streak
         self._streak_unit = "a step before the resumption"
+        self._peak_flops = peak_flops(self.parts.device)
         self.stopped: int | None = None
         """The signal that ended the loop."""
 
@@ -216,7 +221,11 @@ class Loop:
         if counters.nonfinite_streak == 1:
             self._streak_began, self._streak_unit = step, str(result.nonfinite_unit)
         healing = heals(self.parts, step)
-        row = step_row(result, counters, time.perf_counter() - began, healing, self._weights_digest())
+        seconds = time.perf_counter() - began
+        speed = throughput(
+            training.tokens_per_step, seconds, self.parts.flops_per_token, self._peak_flops, self.parts.world.size
+        )
+        row = step_row(result, counters, seconds, healing, self._weights_digest(), speed)
         self.recorder.step(row, None if healing else unit_rows(result.decision))
         self.recorder.events(event_rows(result.decision))
         if result.verdict is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.conversion import ConvertedModel
-from gnmr.lab.data.batch import Batch, model_inputs
+from gnmr.lab.data.batch import IGNORED, Batch, model_inputs
 from gnmr.lab.models import Decoder
 
 
@@ -51,6 +52,28 @@ def _is_floating(x: Any) -> bool:
 def num_targets(batch: Tensor | Batch) -> int:
     """Return the number of tokens over which `loss_of` averages."""
     return batch.num_targets if isinstance(batch, Batch) else batch[:, 1:].numel()
+
+
+def bytes_per_target(batches: Sequence[Tensor | Batch], token_bytes: np.ndarray | None) -> float | None:
+    """Return the mean bytes of text of a target.
+
+    Args:
+        batches: blocks (B, T + 1) or packed documents, on the CPU.
+        token_bytes: bytes of each token of the vocabulary, (V,), or None if unknown.
+
+    Returns:
+        The mean over the targets with loss. None if it is unknown or 0.
+    """
+    if token_bytes is None:
+        return None
+    targets = [(batch.targets if isinstance(batch, Batch) else batch[:, 1:]).numpy() for batch in batches]
+    text_bytes = sum(int(token_bytes[tokens[tokens != IGNORED]].sum()) for tokens in targets)
+    return text_bytes / sum(map(num_targets, batches)) or None
+
+
+def bits_per_byte(loss: float, bytes_of_target: float | None) -> float | None:
+    """Return a loss in nats per target as bits per byte of the text, which no tokenizer changes; None if unknown."""
+    return None if bytes_of_target is None else loss / math.log(2) / bytes_of_target
 
 
 def objective_of(model: nn.Module, loss: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from gnmr.lab.train.folder import signal_sha256
 from gnmr.lab.train.provenance import commit, machine, portable_command
 from gnmr.lab.train.step import StepResult
 from gnmr.lab.views.live import RunInfo
-from gnmr.options import fields
 from gnmr.records import schema as records
 from gnmr.records.disk import sha256
 from gnmr.records.reader import FaultWindow
@@ -29,13 +29,6 @@ class Counters:
     tokens: int = 0
     nonfinite_total: int = 0
     nonfinite_streak: int = 0
-
-
-_AS_IN_RESULT = (
-    *("loss", "lr", "grad_norm_pre_clip", "statistics", "monitored", "saturation", "saved_bytes"),
-    *("saved_bytes_predicted", "skipped", "nonfinite_unit", "slowest_rank"),
-)
-"""Fields of a step row that a `StepResult` has under the same name."""
 
 
 def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
@@ -56,20 +49,35 @@ def run_info(parts: Parts, name: str, start_step: int = 0) -> RunInfo:
 
 
 def step_row(
-    result: StepResult, counters: Counters, seconds: float, healing: bool = False, weights_digest: str | None = None
+    result: StepResult,
+    counters: Counters,
+    seconds: float,
+    healing: bool = False,
+    weights_digest: str | None = None,
+    throughput: Mapping[str, float | None] | None = None,
 ) -> dict[str, Any]:
-    """Return a row of `records.schema.STEP_FIELDS`. Set `healing` for a step without routing."""
+    """Return a row of `records.schema.STEP_FIELDS`, with every field that `result` has under the same name.
+
+    Args:
+        result: the results of the step.
+        counters: the counts after it.
+        seconds: its wall time.
+        healing: True for a step without routing.
+        weights_digest: see `STEP_FIELDS`.
+        throughput: see `gnmr.lab.train.throughput`.
+    """
     # Records say null, not 0, where nothing was measured.
     spent, sent = result.spent or (None, None, None), result.sent or (None, None)
     return records.step_row(
         result.decision,
         routed=not healing,
         **vars(counters),
-        **fields(result, *_AS_IN_RESULT),
+        **{name: value for name, value in vars(result).items() if name in records.STEP_FIELDS},
         spent_gemm_frac=spent[0],
         spent_extra_bytes=spent[1],
         spent_extra_time=spent[2],
         step_time_s=seconds,
+        **(throughput or {}),
         weights_digest=weights_digest,
         numbers_sent=sent[0],
         numbers_sent_frac=sent[1],

@@ -53,7 +53,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signa
 
 @dataclass(frozen=True)
 class StepResult:
-    """The results of a step on the host."""
+    """The results of a step on the host.
+
+    A field that `records.schema.STEP_FIELDS` has too is recorded, and sent to W&B if it is a number.
+    """
 
     loss: float
     """Mean cross-entropy over the step's tokens, in nats."""
@@ -84,6 +87,8 @@ class StepResult:
     """The rank that the other processes waited for."""
     sent: tuple[int, float] | None = None
     """How many numbers each worker sent and their share of its gradient, if gradients are compressed."""
+    bits_per_byte: float | None = None
+    """The loss in bits per byte of the step's text. `TrainStep` leaves it None, because only the tokenizer knows."""
     verdict: Verdict | None = None
     """The cause of a spike or of a non-finite first attempt. The other fields describe the retried step."""
 

@@ -31,7 +31,7 @@ _PLAIN_EVERY = 20  # steps between plain lines
 _REFRESHES_PER_SECOND = 4
 _UNITS_SHOWN = 8
 _MOST_SHOWN = 16  # in recovery; the others are counted
-_OTHER_LINES = 17  # lines of the picture, on a narrow terminal, besides the units in recovery
+_OTHER_LINES = 18  # lines of the picture, on a narrow terminal, besides the units in recovery
 _COLUMNS_SHOWN = 3  # of the signal; more do not fit
 
 
@@ -113,7 +113,8 @@ class LiveView:
         self._eval = row
         if self._mode == "plain" and self._info is not None:
             step = f"step {row['step']}/{self._info.total_steps}"
-            self.say(f"{step}  val_loss {row['val_loss']:.4f}  val_ppl {row['val_ppl']:.2f}")
+            bits = "" if row["val_bits_per_byte"] is None else f"  {row['val_bits_per_byte']:.4f} bits/byte"
+            self.say(f"{step}  val_loss {row['val_loss']:.4f}  val_ppl {row['val_ppl']:.2f}{bits}")
 
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Rows of `EVENT_FIELDS`; of a resumed run also the earlier ones."""
@@ -165,7 +166,10 @@ class LiveView:
 
     def _step_line(self, row: dict[str, Any]) -> str:
         assert self._info is not None
-        texts = [f"step {row['step']}/{self._info.total_steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
+        texts = [f"step {row['step']}/{self._info.total_steps}", f"loss {row['loss']:.4f}"]
+        if row["bits_per_byte"] is not None:
+            texts.append(f"{row['bits_per_byte']:.4f} bits/byte")
+        texts.append(f"lr {row['lr']:.2e}")
         if self._eval:
             texts.append(f"ppl {self._eval['val_ppl']:.2f}")
         if self._info.num_units:
@@ -173,6 +177,10 @@ class LiveView:
             texts.append("healing" if healing else f"recovery {row['num_active']}/{self._info.num_units}")
         if row["nonfinite_total"]:
             texts.append(f"skipped {row['nonfinite_total']}")
+        if row["tokens_per_s"] is not None:
+            texts.append(f"{_si(row['tokens_per_s'])} tokens/s")
+        if row["mfu"] is not None:
+            texts.append(f"MFU {row['mfu']:.1%}")
         return "  ".join([*texts, f"left {_duration(self._seconds_left())}"])
 
     def _picture(self) -> RenderableType:
@@ -197,14 +205,15 @@ class LiveView:
 
     def _figures(self, info: RunInfo, row: dict[str, Any], beside: int) -> Table:
         """Return the figures of the step, so many beside each other."""
-        pace = info.tokens_per_step / row["step_time_s"] if row["step_time_s"] > 0 else math.nan
         figures = {
             "loss": f"{row['loss']:.4f}",
+            "bits/byte": _or_none(row["bits_per_byte"], "{:.4f}"),
             "val ppl": f"{self._eval['val_ppl']:.2f}" if self._eval else "–",
             "tokens": _si(row["tokens"]),
             "lr": f"{row['lr']:.2e}",
             "grad norm": f"{row['grad_norm_pre_clip']:.3g}",
-            "tokens/s": _si(pace),
+            "tokens/s": None if row["tokens_per_s"] is None else _si(row["tokens_per_s"]),
+            "MFU": _or_none(row["mfu"], "{:.1%}"),
             "saved tensors": _bytes(row["saved_bytes"]),
             "by Eq. 5": _bytes(row["saved_bytes_predicted"]),
             "skipped": str(row["nonfinite_total"]),
@@ -220,7 +229,7 @@ class LiveView:
         for _ in range(beside):
             grid.add_column(style="dim", no_wrap=True)
             grid.add_column(ratio=1, no_wrap=True)
-        cells = list(chain.from_iterable(figures.items()))
+        cells = list(chain.from_iterable((name, figure) for name, figure in figures.items() if figure is not None))
         for i in range(0, len(cells), 2 * beside):
             grid.add_row(*map(Text, cells[i : i + 2 * beside]))
         return grid
@@ -278,12 +287,15 @@ def _summary_table(summary: dict[str, Any]) -> Table:
         ("tokens", f"{summary['tokens']:,}"),
         ("final validation loss", _or_none(summary["final_val_loss"], "{:.4f}")),
         ("final validation perplexity", _or_none(summary["final_val_ppl"], "{:.2f}")),
+        ("final validation bits per byte", _or_none(summary["final_val_bits_per_byte"], "{:.4f}")),
+        ("spike score", _or_none(summary["spike_score"], "{:.2%}")),
         *recovery_figures(summary),
         ("extra GEMM time", _or_none(summary["spent_extra_time"] or None, "{:.2%}")),
         ("kept for backward, mean", _bytes(saved)),
         ("steps skipped (non-finite)", str(summary["nonfinite_total"])),
         ("time in steps", _duration(summary["wall_time_s"])),
         ("tokens/s, median step", None if summary["tokens_per_s"] is None else _si(summary["tokens_per_s"])),
+        ("MFU, median step", _or_none(summary["mfu"], "{:.1%}")),
     ]
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)

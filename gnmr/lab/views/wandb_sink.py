@@ -22,24 +22,8 @@ from gnmr.records.reader import iter_jsonl, read_jsonl, read_units
 from gnmr.records.schema import EVENT_FIELDS, UnitRows
 from gnmr.records.unit_stream import recorded_units
 
-STEP_METRICS = {
-    "tokens": "train/tokens",
-    "loss": "train/loss",
-    "lr": "train/lr",
-    "grad_norm_pre_clip": "train/grad_norm_pre_clip",
-    "skipped": "train/skipped",
-    "nonfinite_total": "train/nonfinite_total",
-    "nonfinite_streak": "train/nonfinite_streak",
-    "step_time_s": "train/step_time_s",
-    "num_candidates": "recovery/num_candidates",
-    "num_active": "recovery/num_active",
-    "spent_gemm_frac": "recovery/spent_gemm_frac",
-    "spent_extra_bytes": "recovery/spent_extra_bytes",
-    "spent_extra_time": "recovery/spent_extra_time",
-    "saved_bytes": "memory/saved_bytes",
-    "saved_bytes_predicted": "memory/saved_bytes_predicted",
-}
-EVAL_METRICS = {"val_loss": "val/loss", "val_ppl": "val/ppl"}
+_GROUPS = {"num_": "recovery", "spent_": "recovery", "saved_": "memory"}
+"""Groups of a step's series by the prefix of the recorded field; every other field is in `train`."""
 _PRICES = ("price", "price_fprop")
 _MAX_TAG = 64  # characters; W&B's own limit
 _LIMIT_S = 30.0  # time for W&B to take the last rows and to end a run
@@ -282,8 +266,7 @@ class WandbSink:
 
     def _step_metrics(self, row: dict[str, Any], units: UnitRows | None) -> dict[str, Any]:
         self._last_step, self._columns = row["step"], list(row["over"])
-        metrics = {"step": row["step"], "recovery/promotions": self._num_promotions}
-        metrics |= {name: row[key] for key, name in STEP_METRICS.items()}
+        metrics = {"step": row["step"], "recovery/promotions": self._num_promotions, **series_of(row)}
         for prefix, key in (("over", "over"), ("model", "statistics"), ("monitored", "monitored")):
             metrics |= {f"{prefix}/{name}": number for name, number in row[key].items()}
         for operand, (saturated, nonfinite) in row["saturation"].items():
@@ -308,6 +291,16 @@ class WandbSink:
         ending.join(_TEARDOWN_S)
 
 
+def series_of(row: dict[str, Any]) -> dict[str, float]:
+    """Return every number of a row of `STEP_FIELDS` but `step` as {series: number}."""
+    series = {}
+    for field, number in row.items():
+        if field != "step" and isinstance(number, (int, float)):
+            group = next((group for prefix, group in _GROUPS.items() if field.startswith(prefix)), "train")
+            series[f"{group}/{field}"] = number
+    return series
+
+
 def group_of(name: str, arm: str) -> str:
     """Return the run's name, EXPERIMENT/ARM-HASH-s0, without its seed; EXPERIMENT/ARM for a run of another name."""
     without_seed = re.sub(r"-s\d+$", "", name)
@@ -319,7 +312,11 @@ def _is_promotion(row: dict[str, Any]) -> bool:
 
 
 def _eval_metrics(row: dict[str, Any]) -> dict[str, Any]:
-    return {"step": row["step"]} | {name: row[key] for key, name in EVAL_METRICS.items()}
+    return {"step": row["step"]} | {
+        f"val/{field.removeprefix('val_')}": number
+        for field, number in row.items()
+        if field.startswith("val_") and number is not None
+    }
 
 
 def _unit_metrics(rows: UnitRows) -> dict[str, float]:
