@@ -33,6 +33,7 @@ from gnmr.conversion.targets import KEPT
 from gnmr.conversion.unit_names import of_any_expert, operator_names, unit_of
 from gnmr.errors import first_few, plural
 from gnmr.formats import RECIPES, Recipe
+from gnmr.measure.absent_weights import refuse_other_batches, with_weights
 from gnmr.measure.coverage import MUCH, Coverage, Product, count, percent
 from gnmr.measure.guards import (
     as_it_was,
@@ -254,11 +255,7 @@ def _observe(
     Unconverted operators within modules (`LinearOperator`) are known from the counted products alone.
     """
     refuse_without_gradients(model)
-    # Of a shard the audit would compare a part of a product with the whole.
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    right = "has sharded parameters (DTensor); audit it in one process, before it is sharded"
-    require(not sharded, "model", type(model).__name__, right)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    refuse_other_batches(model, [batch], "batch")
     with_gradient: set[int] = set()
     passes = 2 * len(operators)
 
@@ -267,7 +264,9 @@ def _observe(
             progress(min(done, passes), passes)
 
     converted = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
-    with as_it_was(model), _without_side_effects(converted), watching(operators, report) as watch:
+    # The graph would keep offloaded weights anyway, so all of them are in memory for both passes.
+    with as_it_was(model), with_weights(model), _without_side_effects(converted), watching(operators, report) as watch:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Both forward passes draw the same numbers, so that they run the same products.
         torch.manual_seed(0)
         loss = scalar(loss_of_batch(batch), "loss_of_batch", bool(trained))
@@ -280,8 +279,7 @@ def _observe(
             refuse_not_finite(float(loss.detach()), "loss_of_batch", model)
         if trained:
             refuse_reentrant(loss)
-            # Not `backward`, which would add to the gradients of the user's step.
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            gradients = _gradients(loss, trained)
             refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
             pairs = zip(trained, gradients, strict=True)
             with_gradient = {id(parameter) for parameter, gradient in pairs if gradient is not None}
@@ -297,6 +295,19 @@ def _observe(
     read = {o.name for o in operators if o.name in ran or id(o.module.weight) in with_gradient}
     read |= {product.name for product in coverage.products if not product.called}
     return _Observed(watch.measurements, frozenset(ran), frozenset(read), coverage)
+
+
+def _gradients(loss: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of the parameters, which those that are sharded have as a sum over the processes."""
+    if not any(map(is_sharded, trained)):
+        # Not `backward`, which would run the hooks of a user's step.
+        return torch.autograd.grad(loss, trained, allow_unused=True)
+    hooked = [p for p in trained if getattr(p, "_post_accumulate_grad_hooks", None)]
+    right = "has parameters with hooks that run after their gradient (an optimizer in the backward pass?); remove them"
+    require(not hooked, "model", "...", right)
+    # FSDP2 makes gradients only of what it gathered; `as_it_was` restores those of the user's step.
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [parameter.grad for parameter in trained]
 
 
 def _by_operator(coverage: Coverage, operators: Sequence[Operator]) -> Coverage:

@@ -63,6 +63,12 @@ class ConvertedModel:
         self._cost = Cost(*fields, self.recovers, self.times, self.recipes)
 
     @property
+    def device(self) -> torch.device:
+        """The device on which the operators run, also if their weights are on the meta device until they do."""
+        weight_device = self.operators[0].weight.device
+        return self.shared.device or weight_device if weight_device.type == "meta" else weight_device
+
+    @property
     def cost(self) -> Cost:
         """The costs of the paths in force. Raises RuntimeError after `restore`."""
         self.check_converted()

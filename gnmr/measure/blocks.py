@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from gnmr.conversion import ConvertedModel, PathLinear
 from gnmr.errors import warn
 from gnmr.formats import Recipe
+from gnmr.measure.absent_weights import with_weights
 from gnmr.measure.price import Sequences
 from gnmr.names import Pins
 
@@ -139,7 +140,9 @@ class BlockByBlock:
         """
         self.converted, self._run, self._recipes = converted, run, recipes or {}
         self.blocks = Blocks(model, converted.operators)
-        self._loaded: Callable[[int], AbstractContextManager[None]] = lambda _place: nullcontext()
+        self._loaded: Callable[[int], AbstractContextManager[None]] = lambda place: with_weights(
+            self.blocks.modules[place]
+        )
         """Returns a context in which the block of this number has its weights."""
         if weights is not None:
             around = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
@@ -304,7 +307,7 @@ class BlockByBlock:
                 if [torch.is_autocast_enabled(device) for device in devices] != autocast:
                     raise NotFollowed("`run` begins autocast, which blocks that are called outside of it would miss")
                 entering.append(hidden)
-                with self._loaded(0), self._on_paths(0, Variant(())), _unstubbed(self.blocks.modules[0]):
+                with self._loaded(0), self._on_paths(0, Variant(())), _unstubbed(self.blocks.modules[0], forwards[0]):
                     like.append(call(self.blocks.modules[0], hidden))
                 self.converted.end_step()
                 if not isinstance(like[0], Tensor | tuple):
@@ -315,7 +318,7 @@ class BlockByBlock:
             calls.append(call)
             return _with_hidden(like[0], hidden)
 
-        with _stubbed(self.blocks.modules, record):
+        with _stubbed(self.blocks.modules, record) as forwards:
             torch.manual_seed(place)
             self._run(batch)
         if len(calls) < len(self.blocks.modules):
@@ -427,23 +430,23 @@ def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]]
 
 
 @contextmanager
-def _stubbed(blocks: Sequence[nn.Module], stub: Callable[..., Any]) -> Iterator[None]:
-    """Run `stub(number of the block, *arguments)` in place of each block."""
+def _stubbed(blocks: Sequence[nn.Module], stub: Callable[..., Any]) -> Iterator[list[Any]]:
+    """Run `stub(number of the block, *arguments)` in place of each block; yield the forwards of the instances."""
     forwards = [vars(block).get("forward") for block in blocks]
     for place, block in enumerate(blocks):
         block.forward = partial(stub, place)
     try:
-        yield
+        yield forwards
     finally:
         for block, forward in zip(blocks, forwards, strict=True):
             _set_forward(block, forward)
 
 
 @contextmanager
-def _unstubbed(block: nn.Module) -> Iterator[None]:
-    """Run the block itself again."""
+def _unstubbed(block: nn.Module, forward: Any) -> Iterator[None]:
+    """Run the block itself again, by the instance's own `forward` (of a wrapper) or its class's (None)."""
     stub = vars(block)["forward"]
-    del block.forward
+    _set_forward(block, forward)
     try:
         yield
     finally:

@@ -34,6 +34,7 @@ from gnmr.conversion.linear import PathLinear, transformed
 from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.errors import first_few
+from gnmr.measure.absent_weights import has_absent_weights
 
 _MOST_NAMES = 4
 """Number of operators that a line names."""
@@ -217,7 +218,7 @@ class Counting(TorchDispatchMode):
         self._linears |= {operator: operator.operator_name for operator in operators}
         self._weights: dict[int, tuple[StorageWeakRef, Product]] = {}
         """The product that reads each storage, by the number of the storage."""
-        self._sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+        self._absent = has_absent_weights(model)
         self._calls: list[_LinearCall] = []
         """The innermost last."""
         self._open = False
@@ -363,7 +364,7 @@ class Counting(TorchDispatchMode):
 
     def _count(self, multiplications: int, operands: Sequence[Tensor]) -> None:
         product = self._product_of(operands)
-        if product is None and self._sharded:  # FSDP2 has put other tensors in the parameters' places
+        if product is None and self._absent:  # other tensors are in the parameters' places while a module runs
             self._find_weights()
             product = self._product_of(operands)
         if product is None:

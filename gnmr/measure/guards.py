@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from gnmr.conversion.linear import transformed
+from gnmr.measure.absent_weights import device_of_passes, gathered, parameter_values, put_away, refuse_unreadable
 from gnmr.measure.in_force import values_of
 from gnmr.options import require
 
@@ -23,16 +24,23 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode with gradients, and restore the model and PyTorch's random numbers afterwards.
 
     PyTorch's fast path around the linears of a `nn.TransformerEncoder` is disabled inside. Restored are the modes of
-    all modules and `requires_grad` of all parameters.
+    all modules, `requires_grad` of all parameters, and the shards of FSDP2.
     """
     # The fast path multiplies without calling the linears, so no hook would see them.
     fast = torch.backends.mha.get_fastpath_enabled()
     modes = [(module, module.training) for module in model.modules()]
-    trained = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.parameters()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    put_away(model)
+    # By module and name, because offloading puts another parameter in the place of one after each pass.
+    trained = [
+        (module, key, parameter.requires_grad, parameter.grad)
+        for module in model.modules()
+        for key, parameter in module.named_parameters(recurse=False)
+    ]
+    places = [*(parameter.device for parameter in model.parameters()), device_of_passes(model)]
+    devices = sorted({device.index or 0 for device in places if device is not None and device.type == "cuda"})
     try:
         model.eval()
-        for parameter, _, _ in trained:
+        for parameter in model.parameters():
             parameter.grad = None  # a custom autograd function may add to it
         torch.backends.mha.set_fastpath_enabled(False)
         with torch.random.fork_rng(devices), torch.enable_grad():
@@ -41,19 +49,17 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes:
             module.training = mode
-        for parameter, wanted, grad in trained:
+        put_away(model)
+        for module, key, wanted, grad in trained:
+            parameter = getattr(module, key)
             parameter.requires_grad_(wanted)
             parameter.grad = grad
 
 
 def refuse_without_gradients(model: nn.Module) -> None:
-    """Raise ValueError if the model has parameters on the meta device, or if inference mode excludes gradients."""
+    """Raise ValueError if nothing brings the model's weights, or if inference mode excludes gradients."""
     name, parameters = type(model).__name__, [*model.parameters()]
-    meta = any(parameter.is_meta for parameter in parameters)
-    right = "has parameters on the meta device; give it its weights"
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        right = "has offloaded parameters (accelerate); load it without offloading"
-    require(not meta, "model", name, right)
+    refuse_unreadable(model)
     require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
     inference = any(parameter.is_inference() for parameter in parameters)
     right = "was made or loaded in torch.inference_mode() and has no gradients; use copy.deepcopy(model) outside of it"
@@ -111,8 +117,8 @@ def _graph(loss: Tensor) -> Iterator[Any]:
 
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
     """Yield (name, number of NaN or Inf elements, number of all elements) of each parameter that has any."""
-    for name, parameter in model.named_parameters():
-        plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES
+    for name, parameter in parameter_values(model):
+        plain = type(parameter) in (nn.Parameter, Tensor) and parameter.dtype in _DTYPES
         if plain and (number := int((~parameter.isfinite()).sum())):
             yield name, number, parameter.numel()
 
@@ -141,7 +147,7 @@ def refuse_constant(
     if not reached:
         return
     # How far a change as large as the weight (at least 1) moves the loss; below its last digit it moves nothing.
-    values = ((g, values_of(w)) for g, w in reached)
+    values = ((gathered(g), values_of(w)) for g, w in reached)
     norms = [g.float().norm() * (1 if w is None else w.float().norm().clamp(min=1)) for g, w in values]
     reach = torch.stack(norms).max()
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from gnmr.conversion.adapters import Contained, LinearOperator, WeightOwner, matrix_of, operators_in
 from gnmr.conversion.int8 import Int8Linear, Integers
 from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.targets import roles_of, tied_to_embeddings
 from gnmr.conversion.unit_names import operator_names
 from gnmr.formats import Recipe
@@ -34,6 +35,7 @@ from gnmr.formats.cast import over_scale, quantize, scale_of_each
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import Cast
 from gnmr.formats.scaling import TINY
+from gnmr.measure.absent_weights import gathered
 
 READS = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
 """The two operands of each GEMM."""
@@ -235,11 +237,15 @@ def packed_in(model: nn.Module) -> dict[str, str]:
 def values_of(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor of any class in high precision; None if its class does not give them.
 
-    A class that wraps one tensor in high precision (torchao's training weights, DTensor) has that tensor's values.
+    A class that wraps one tensor in high precision (torchao's training weights) has that tensor's values, and a DTensor
+    those of all processes, which call this together.
     Others are asked for their values, and a weight (O, I) that refuses is multiplied with the identity.
     """
     if _is_plain(tensor):
-        return tensor.detach().as_subclass(Tensor) if _is_high(tensor) else None
+        freed = tensor.numel() > 0 and tensor.untyped_storage().size() == 0  # by FSDP2, after a pass that read it
+        return tensor.detach().as_subclass(Tensor) if _is_high(tensor) and not freed else None
+    if is_sharded(tensor):
+        return values_of(gathered(tensor))
     inner = _inner_tensors(tensor)
     if len(inner) == 1 and inner[0].shape == tensor.shape and (values := values_of(inner[0])) is not None:
         return values
@@ -311,7 +317,8 @@ def _declared(name: str, module: nn.Module | LinearOperator) -> Operator:
     if isinstance(module, LinearOperator):
         return Operator(name, module, kind, dict.fromkeys(CONTRACTS))
     if type(module) is nn.Linear or kind == "NonDynamicallyQuantizableLinear":
-        if _is_plain(weight) and _is_high(weight):
+        local = getattr(weight, "_local_tensor", weight)  # FSDP2 makes a plain tensor of a DTensor's shards
+        if _is_plain(local) and _is_high(local):
             return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
         return Operator(name, module, type(weight.data).__name__, None)
     return Operator(name, module, "Transformer Engine" if _is_te(module) else kind, None)

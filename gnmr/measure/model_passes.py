@@ -154,7 +154,7 @@ class ModelPasses(ForwardPasses):
         """True if this loss takes no softmax over the logits, so that these give no KL."""
         self._probe = measure_errors(converted, ["mse"], tokens)
         self._measuring(False)
-        self._draw = torch.Generator(self.weights[0].device).manual_seed(0)
+        self._draw = torch.Generator(converted.device).manual_seed(0)
         experts = {o for o in converted.operators if of_any_expert(o.operator_name) != o.operator_name}
         plain = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
         self._shared_linears = [m for m in dict.fromkeys([*plain, *converted.operators]) if m not in experts]
@@ -262,7 +262,7 @@ class ModelPasses(ForwardPasses):
 
         Raises ValueError if two passes that should be the same differ by more than rounding.
         """
-        draw = torch.Generator(self.weights[0].device).manual_seed(0)
+        draw = torch.Generator(self.converted.device).manual_seed(0)
 
         def moved_by_a_rounding(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
@@ -455,7 +455,7 @@ class ModelPasses(ForwardPasses):
             return self._norms_of(calls.gradients(loss, self.converted.operators))
 
     def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
-        zero = torch.zeros((), dtype=torch.float64, device=self.converted.operators[0].weight.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.converted.device)
         pairs = zip(self.converted.operators, gradients, strict=True)
         norms = [zero if gradient is None else o.part(gradient).float().norm().double() for o, gradient in pairs]
         return torch.stack(norms)

@@ -109,9 +109,9 @@ class Probe:
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured rows must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
-        self._by_unit = ByUnit(model.units, model.operators)
+        self._by_unit = ByUnit(model.units, model.operators, model.device)
         self._operators = {operator.index: operator for operator in model.operators}
-        device, groups = model.operators[0].weight.device, self._by_unit.num_groups
+        device, groups = model.device, self._by_unit.num_groups
         self._sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
 
     def parts(self, share: float) -> Tensor:

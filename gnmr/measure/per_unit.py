@@ -19,7 +19,8 @@ class ByUnit:
     unit is a separate group, whose numbers belong to no unit.
     """
 
-    def __init__(self, units: Sequence[PathUnit], operators: Sequence[PathLinear]) -> None:
+    def __init__(self, units: Sequence[PathUnit], operators: Sequence[PathLinear], device: torch.device) -> None:
+        """Find the groups; `device` is that of the numbers."""
         groups = list(dict.fromkeys([*(unit.operators for unit in units), *((o,) for o in operators)]))
         self.group: dict[int, int] = {}
         """The group of each operator, by their indices."""
@@ -27,7 +28,6 @@ class ByUnit:
             for operator in group:
                 self.group.setdefault(operator.index, place)
         self.num_groups = len(groups)
-        device = units[0].operators[0].weight.device
         places = [groups.index(unit.operators) for unit in units]
         self._places = None if places == list(range(len(groups))) else torch.tensor(places, device=device)
         self._gemms = {

@@ -67,6 +67,7 @@ from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import Cast, ExecutionPath, Recipe
 from gnmr.formats.scaling import TINY
+from gnmr.measure.absent_weights import is_offloaded
 from gnmr.measure.gemm_operands import PathOperands, broken_inputs, inputs_on, outliers, result_in, weight_of
 from gnmr.measure.per_unit import ByUnit
 from gnmr.names import GEMMS
@@ -147,8 +148,8 @@ class PriceMeter:
         self._step = 0
         self._operators = list(operators)
         self._place = {operator.index: i for i, operator in enumerate(operators)}
-        device = operators[0].weight.device
-        self._by_unit = ByUnit(units, operators)
+        device = model.device
+        self._by_unit = ByUnit(units, operators, device)
         self._group = torch.tensor([self._by_unit.group[operator.index] for operator in operators], device=device)
         self._members = torch.tensor([len(unit.operators) for unit in units], device=device)
         paths_of = [path for operator in operators for path in (operator.low, operator.recovery)]
@@ -300,8 +301,10 @@ class PriceMeter:
         if around is None:
             self._calls[place] = 1 if place in self._measured else self._calls[place] + 1
             self._measured.discard(place)
-        # A weight that is no parameter was made for this pass: pruned, or put there by functional_call.
-        weight_of_pass = None if isinstance(operator.weight, nn.Parameter) else operator.matrix
+        # A weight that is no parameter was made for this pass: pruned, or put there by functional_call. An offloaded
+        # one is gone when backward comes.
+        stays = isinstance(operator.weight, nn.Parameter) and not is_offloaded(operator.module)
+        weight_of_pass = None if stays else operator.matrix
         weight, bias = operator.given or (weight_of_pass, operator.bias)
         weight_read = None if weight is None else weight.detach()
         forward_pass = _Pass(

@@ -23,6 +23,7 @@ from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.formats import Recipe
 from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import Cast, Gemm
+from gnmr.measure.absent_weights import settle
 from gnmr.measure.in_force import operators_of
 from gnmr.measure.price import PriceMeter, Sequences, measure_prices
 from gnmr.names import KV_CAST
@@ -61,6 +62,7 @@ class UnplannedParts:
         if names:
             spec = PathSpec.of(low, "bf16", targets=names, backend="simulated")
             self.converted = convert(model, spec, include_heads=True)
+            settle(self.converted, model)
             for operator in self.converted.operators:
                 operator.weight.requires_grad_()
                 assert isinstance(operator.low, Recipe)

@@ -32,6 +32,7 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Cast
+from gnmr.measure.absent_weights import refuse_other_batches, settle
 from gnmr.measure.blocks import Variant
 from gnmr.measure.coverage import Coverage
 from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
@@ -168,6 +169,11 @@ def diagnose(
         fused=fused,
     )
     paths.check(model)
+    held_out = list(held_out)
+    if any(map(is_sharded, model.parameters())):  # each process measures everything, and gathers weights with others
+        batches = list(batches)
+        refuse_other_batches(model, batches)
+        refuse_other_batches(model, held_out, "held_out")
     # Passes that are compared, and passes in which products are counted, must run the same kernels.
     eager = torch.compiler.set_stance("force_eager")
     with as_it_was(model), eager, _converted(model, paths, include, cast) as (converted, unplanned):
@@ -200,7 +206,7 @@ def diagnose(
             confirm=confirm,
             state=state,
         )
-        return measurement.diagnosis(batches, list(held_out))
+        return measurement.diagnosis(batches, held_out)
 
 
 def _check_model(model: nn.Module, stored: bool) -> None:
@@ -210,9 +216,6 @@ def _check_model(model: nn.Module, stored: bool) -> None:
     require(operators_in(model), "model", type(model).__name__, right)
     if not stored:
         refuse_without_gradients(model)
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    right = "has sharded parameters (DTensor); diagnose it in one process, before it is sharded"
-    require(not sharded, "model", type(model).__name__, right)
 
 
 @contextmanager
@@ -226,6 +229,7 @@ def _converted(
                 warnings.simplefilter("ignore")
             converted = convert(model, paths.spec)
         stack.callback(converted.restore)
+        settle(converted, model)
         assert isinstance(converted.low, Recipe)
         unplanned = UnplannedParts(model, include, converted.low, kv_cast)
         stack.callback(unplanned.restore)

@@ -346,7 +346,7 @@ def sharded() -> object:
         (made_in_inference_mode, "^model=Net: was made or loaded in torch.inference_mode.*use copy.deepcopy"),
         (in_inference_mode, "^model=Net: has no gradients in inference mode; leave the mode"),
         (reentrant, "^model: its activation checkpointing is reentrant; use use_reentrant=False"),
-        (sharded, "^model=Net: has sharded parameters"),
+        (sharded, "^model=Net: has layers.0.norm.weight sharded by tensor parallelism"),
         (lambda: audited(net(), lists={"filter_fqn": ["a"]}), "^lists=filter_fqn: .*filter_fqns"),
         (lambda: audited(net(), recipe="fp8_hybird"), "^recipe=fp8_hybird: is not a recipe: did you mean fp8_hybrid"),
         (lambda: gnmr.audit(net(), lambda _: 3.0, None), "^loss_of_batch=float: must be one number with a gradient"),

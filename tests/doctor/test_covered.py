@@ -337,10 +337,7 @@ def test_blocks_without_an_nn_linear_name_what_they_hold() -> None:
         gnmr.diagnose(model, model, X, recipe="sim_e2m1")
 
 
-def test_offloaded_weights_are_refused_with_their_reason() -> None:
+def test_weights_that_nothing_brings_are_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8, device="meta"))
     with pytest.raises(ValueError, match=r"^model=Sequential: has parameters on the meta device; give it its weights"):
-        gnmr.diagnose(model, model, X)
-    model[0]._hf_hook = object()  # as accelerate marks modules
-    with pytest.raises(ValueError, match=r"^model=Sequential: has offloaded parameters \(accelerate\)"):
         gnmr.diagnose(model, model, X)

@@ -1,0 +1,34 @@
+"""Diagnoses and audits of a model that FSDP2 shards over two processes give the numbers of the whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("measure", ["estimate", "all"])
+def test_each_process_has_the_diagnosis_of_the_whole_model(pair: Callable[..., Any], measure: str) -> None:
+    answers = pair("diagnosed", measure=measure)
+    assert all(isinstance(answer, tuple) for answer in answers), answers
+    (whole, sharded), other = answers
+    # The same kernels run on the same layout, so the bits are equal.
+    assert sharded == whole and other == answers[0]
+    assert len(json.loads(whole)["rows"]) == 6 * (3 if measure == "estimate" else 1)
+
+
+@pytest.mark.parametrize("key", ["batches", "held_out"])
+def test_processes_with_other_batches_are_told(pair: Callable[..., Any], key: str) -> None:
+    for answer in pair("diagnosed", differ=key):
+        assert answer.startswith(f"ValueError: {key}=...: differ between the processes"), answer
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8_hybrid"])
+def test_an_audit_measures_what_was_gathered(pair: Callable[..., Any], recipe: str | None) -> None:
+    answers = pair("audited", recipe=recipe)
+    assert all(isinstance(answer, list) for answer in answers), answers
+    (whole, sharded), other = answers
+    assert sharded == whole and other == answers[0]
+    assert json.loads(whole)["findings"] == []

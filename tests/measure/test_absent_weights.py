@@ -1,0 +1,187 @@
+"""Diagnoses and audits of models that accelerate offloads give the numbers of the model in memory, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import CAUSAL
+from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.nn import functional as F
+
+import gnmr
+
+accelerate = pytest.importorskip("accelerate")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up_proj, self.down_proj = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down_proj(torch.tanh(self.up_proj(self.norm(hidden))))
+
+
+class Decoder(nn.Module):
+    """Blocks that run one after the other, with something `between` them if they cannot be followed."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers, self.between = nn.ModuleList([Block(), Block(), Block()]), between
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden if self.between is None else self.between(hidden))
+        return self.head(hidden)
+
+
+def token_ids(seed: int) -> Tensor:
+    return torch.randint(0, 64, (3, 8), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of(result: Any) -> Tensor:
+    return getattr(result, "logits", result)
+
+
+def diagnosed(model: nn.Module, **options: Any) -> str:
+    """Return all numbers of a diagnosis."""
+
+    def run(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return logits_of(model(tokens)), tokens.roll(-1, dims=1)
+
+    batches, rescue = [token_ids(1), token_ids(2)], ["mxfp8", "bf16"]
+    diagnosis = gnmr.diagnose(model, run, batches, held_out=[token_ids(3)], rescue=rescue, confirm=2, **options)
+    return json.dumps(diagnosis.tree())
+
+
+def audited(model: nn.Module) -> str:
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits_of(model(tokens)).flatten(0, 1), tokens.roll(-1, dims=1).flatten())
+
+    return json.dumps(gnmr.audit(model, loss, token_ids(1)).tree())
+
+
+def offloaded(model: nn.Module, how: str, folder: Path) -> nn.Module:
+    """Return a copy of a decoder that accelerate offloads."""
+    model = deepcopy(model)
+    if how == "cpu":
+        return accelerate.cpu_offload(model, "cpu")
+    if how == "disk":
+        return accelerate.disk_offload(model, str(folder), "cpu")
+    device_map = {"embed": "cpu", "head": "disk", "layers.0": "cpu", "layers.1": "disk", "layers.2": "disk"}
+    return accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    return [(name, p.device, p.requires_grad, p.grad) for name, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk", "device_map"])
+@pytest.mark.parametrize("measure", ["estimate", "all"])
+def test_an_offloaded_model_has_the_diagnosis_of_one_in_memory(how: str, measure: str, tmp_path: Path) -> None:
+    whole = Decoder()
+    model = offloaded(whole, how, tmp_path)
+    before = state_of(model)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert diagnosed(model, measure=measure) == diagnosed(whole, measure=measure)
+    assert state_of(model) == before
+    assert torch.equal(model(token_ids(4)), whole(token_ids(4)))
+
+
+def test_blocks_that_cannot_be_followed_are_measured_by_whole_passes(tmp_path: Path) -> None:
+    whole = Decoder(between=torch.neg)
+    with pytest.warns(UserWarning, match="cannot be run block by block"):
+        assert diagnosed(offloaded(whole, "disk", tmp_path), measure="all") == diagnosed(whole, measure="all")
+
+
+def test_offloaded_weights_of_a_block_are_read_once(tmp_path: Path) -> None:
+    model = offloaded(Decoder(), "disk", tmp_path)
+    read: list[str] = []
+    for path, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        if hook is not None and hook.offload and path.startswith("layers.1."):
+            by_name = hook.weights_map
+
+            class Counted(dict[str, Tensor]):
+                def __missing__(self, key: str, path: str = path, by_name: Any = by_name) -> Tensor:
+                    read.append(f"{path}.{key}")
+                    return by_name[key]
+
+            hook.weights_map = Counted()
+    gnmr.diagnose(model, model, [token_ids(1)], measure="all")
+    times = {read.count(name) for name in read}
+    # Blocks are followed once to try, once to measure 6 operators and once to count products; a whole pass compares.
+    assert times == {4} and len({*read}) == 6
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "qwen3_moe", "gpt2", "gemma2")]
+)
+@pytest.mark.parametrize("measure", ["estimate", "all"])
+def test_families_from_a_device_map(family: str, measure: str, tmp_path: Path) -> None:
+    """Tied heads, experts in one tensor, `Conv1D`."""
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(CAUSAL[family]()).save_pretrained(tmp_path / "hf")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    whole = load(tmp_path / "hf", use_cache=False).eval()
+    model = load(tmp_path / "hf", use_cache=False, device_map={"": "disk"}, offload_folder=str(tmp_path / "offloaded"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert diagnosed(model, measure=measure, recipe="nvfp4") == diagnosed(whole, measure=measure, recipe="nvfp4")
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk", "device_map"])
+def test_an_audit_of_an_offloaded_model_is_that_of_one_in_memory(how: str, tmp_path: Path) -> None:
+    whole = Decoder()
+    model = offloaded(whole, how, tmp_path)
+    before = state_of(model)
+    assert audited(model) == audited(whole)
+    assert state_of(model) == before
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = accelerate.cpu_offload(Decoder(), "cpu")
+    model.layers[0].up_proj._hf_hook.execution_device = torch.device("cuda:1")
+    line = r"^model=Decoder: runs on several devices \(cpu, cuda:1\); load it with a device_map of one"
+    for ask in (diagnosed, audited):
+        with pytest.raises(ValueError, match=line):
+            ask(model)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+def test_fsdp1_is_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = FullyShardedDataParallel(Decoder(), device_id=torch.device("cpu"))
+        for ask in (diagnosed, audited):
+            with pytest.raises(ValueError, match=r"^model=FullyShardedDataParallel: is wrapped by .*use FSDP2"):
+                ask(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_pass_that_fails_leaves_the_model_offloaded(tmp_path: Path) -> None:
+    model = offloaded(Decoder(), "disk", tmp_path)
+    before = state_of(model)
+
+    def fails(_module: nn.Module, _inputs: Any) -> None:
+        raise RuntimeError("as asked")
+
+    # Within the pass of a module that has its weights.
+    model.layers[1].register_forward_pre_hook(fails)
+    for ask in (diagnosed, audited):
+        with pytest.raises(RuntimeError, match="as asked"):
+            ask(model)
+        assert state_of(model) == before
