@@ -37,7 +37,7 @@ SCORES = {
 """Names of the scores here and in the records of `price.py`. The first two are the price."""
 SAMPLES = 2000
 BUDGET = 0.3
-"""Extra time of fprop that plans of `oracle` may take: three tenths of the operators' area in MXFP8."""
+"""Extra time of fprop that the plans of `oracle` and `forks` may take: three tenths of the operators' area in MXFP8."""
 ARMS = ("plan", "bf16", "MSE", "random", "last", "last, bf16")
 
 Rows = Iterator[list[str]]
@@ -143,7 +143,7 @@ def forks() -> Rows:
         gap = np.mean([never[order] - always[order] for order in never])
         texts = []
         for arm in ARMS:
-            shares = np.array([(never[order] - loss) / gap for order, loss in of_base[arm, 0.1].items()])
+            shares = np.array([(never[order] - loss) / gap for order, loss in of_base[arm, BUDGET].items()])
             half = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
             texts.append(f"{100 * shares.mean():.0f}% ± {100 * half:.0f}")
         yield [f"{low}, base {base[-1]}", f"{gap:.4f}", *texts]
