@@ -601,11 +601,10 @@ def test_what_is_beside_the_plan_is_measured_alone(name: str, number: int) -> No
 @pytest.mark.parametrize("under", [False, True])
 def test_what_all_keys_and_values_cost_alone_and_what_a_plan_leaves_with_them(under: bool) -> None:
     model, held_out = Mixer().eval(), batches_of(2, seed=2)
-    options: dict[str, Any] = {"include": ["kv"], "kv_cast": "int4/row", "confirm": 3, "batches": batches_of(2)}
-    found = diagnosed(model, **options)
+    options: dict[str, Any] = {"include": ["kv"], "kv_cast": "int4/row", "confirm": 3, "budget": 0.3}
+    found = diagnosed(model, batches=batches_of(2), **options)
     pins = found.choice().pins
     if under:
-        del options["batches"]
         found = diagnosed(model, recipe="bf16", plan=found.plan(), batches=batches_of(2), **options)
         assert found.pins == pins
     assert pins and found.kv_cast == "int4/row"
