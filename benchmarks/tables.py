@@ -12,7 +12,8 @@ Names are FAMILY/ARM/WHAT or FAMILY/WHAT. The families of arms are defined in fa
 patterns STUDY/RUN of the table of runs, one for each cell (seeds of several cells are pooled); a list of patterns takes
 all arms of these runs by their recorded names. `low` and `high` are the bounds, and their contrast is the positive
 control. `contrasts` maps an arm, or `*`, to its control or controls; without it every arm is tested against `low`.
-Families below `plans` come from a file with one measured plan a line; there ARM is `NAME at BUDGET`.
+Families below `plans` come from a file with one measured plan a line; there ARM is `NAME at BUDGET`. Families below
+`rivals` come from records of rivals.py (`rival_table.numbers`); the low path is a part of their name, `NAME_LOW`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import pyarrow.parquet as pq
 import yaml
 from scipy import stats
 
+import rival_table
 from gnmr.lab.report.layout import NOTHING, interval_text, measure, percent, relative, whole_percent
 from gnmr.lab.report.statistics import Family, Share, judge, p_text, stat
 
@@ -203,6 +205,8 @@ def main() -> int:
     texts: dict[str, str] = {}
     for name, file in definitions["plans"].items():
         texts |= numbers_of_plans(name, ROOT / file)
+    for name, file in definitions.get("rivals", {}).items():
+        texts |= rival_table.numbers(name, ROOT / file)
     for name, definition in definitions["families"].items():
         cells = runs_by_arm(definition, table)
         texts |= numbers_of_family(name, cells, judged(definition, cells))
