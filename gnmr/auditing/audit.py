@@ -306,7 +306,7 @@ def _gradients(loss: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | Non
     right = "has parameters with hooks that run after their gradient (an optimizer in the backward pass?); remove them"
     require(not hooked, "model", "...", right)
     # FSDP2 makes gradients only of what it gathered; `as_it_was` restores those of the user's step.
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return [parameter.grad for parameter in trained]
 
 

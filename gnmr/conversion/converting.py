@@ -338,9 +338,9 @@ def _check(
     check_unit(operator_names(list(operators)), spec.unit)
     if linear_class is Int8Linear:
         _check_weights(spec.weights, by_path, operators)
-    devices = list(dict.fromkeys(operator.weight.device for operator in operators.values()))
+    of_weights = list(dict.fromkeys(operator.weight.device for operator in operators.values()))
     # A weight on the meta device (offloaded) comes to the device of the others when its operator runs.
-    device, *other_devices = [device for device in devices if device.type != "meta"] or devices
+    device, *other_devices = [device for device in of_weights if device.type != "meta"] or of_weights
     if other_devices:
         devices = ", ".join(map(str, [device, *other_devices]))
         raise ValueError(f"targets: linears on several devices ({devices}); use one")

@@ -27,7 +27,7 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.options import require
 
 _FSDP1 = "is wrapped by FullyShardedDataParallel (FSDP1), which flattens its parameters; use FSDP2 (fully_shard)"
-_NO_WEIGHTS = "has parameters on the meta device; give it its weights"
+_NO_WEIGHTS = "has parameters on the meta device; load its weights (gnmr.diagnose takes weights=FOLDER of a checkpoint)"
 
 
 def _offloading_hook(module: nn.Module) -> Any:
@@ -83,8 +83,9 @@ def device_of_passes(model: nn.Module) -> torch.device | None:
 
 
 def settle(converted: ConvertedModel, model: nn.Module) -> None:
-    """Put what the operators of a model share on the device of its passes, if their weights are offloaded."""
-    device = device_of_passes(model)
+    """Put what the operators of a model share on the device of its passes, if their weights come when they run."""
+    around = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    device = device_of_passes(model) or next(around, None)
     if device is not None and converted.device.type == "meta":
         converted.shared.move_from_meta(device)
 
@@ -129,8 +130,9 @@ def parameter_values(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def put_away(model: nn.Module) -> None:
     """Take away the weights that passes left: FSDP2 keeps those of its outermost module, a failed pass its own."""
     for module in model.modules():
+        sharded: Any = module
         if hasattr(module, "unshard"):
-            module.reshard()
+            sharded.reshard()
         hook = _offloading_hook(module)
         if hook is not None and not all(parameter.is_meta for parameter in module.parameters(recurse=False)):
             hook.post_forward(module, None)
@@ -138,7 +140,8 @@ def put_away(model: nn.Module) -> None:
 
 def refuse_other_batches(model: nn.Module, batches: Iterable[Any], key: str = "batches") -> None:
     """Raise ValueError in all processes of a sharded model unless they have the same batches."""
-    meshes = {parameter.device_mesh for parameter in model.parameters() if is_sharded(parameter)}
+    parameters: Iterable[Any] = model.parameters()
+    meshes = {parameter.device_mesh for parameter in parameters if is_sharded(parameter)}
     if not meshes:
         return
     digest = hashlib.sha256()

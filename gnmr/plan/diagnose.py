@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from os import PathLike
@@ -46,6 +46,7 @@ from gnmr.measure.gemm_costs import (
 from gnmr.measure.guards import as_it_was, refuse_without_gradients
 from gnmr.measure.model_output import Output
 from gnmr.measure.model_passes import ESTIMATES, PASSES_PER_BATCH, ModelPasses
+from gnmr.measure.stored_weights import weights_in
 from gnmr.measure.unplanned import UnplannedParts, kv_cast_of
 from gnmr.names import BESIDE, GEMMS, KV_CAST, RECIPES
 from gnmr.options import one_of, require, whole_number
@@ -84,7 +85,7 @@ def diagnose(
     kv_cast: str = KV_CAST,
     tokens: int = 1,
     terms: Callable[[Any], int] | None = None,
-    weights: Callable[[str], Tensor] | None = None,
+    weights: Callable[[str], Tensor] | str | PathLike[str] | None = None,
     state: Path | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
@@ -134,7 +135,8 @@ def diagnose(
         terms: returns the number of terms in the mean loss of a batch, if `run` returns a loss alone. None: it is
             counted in the gradient of the linear that is called last, where positions without a target have none.
         weights: with measure="all", returns the tensor of a parameter or buffer by its name. It is for a model whose
-            blocks have their parameters on the meta device; they are then read one after the other.
+            blocks have their parameters on the meta device; they are then read one after the other. A checkpoint's
+            folder is for a model that has none of its weights.
         state: with measure="all", a folder in which the measurement keeps its state, and goes on from there if it is
             interrupted. It is for one model and one set of arguments.
         progress: see `Progress`.
@@ -176,7 +178,8 @@ def diagnose(
         refuse_other_batches(model, held_out, "held_out")
     # Passes that are compared, and passes in which products are counted, must run the same kernels.
     eager = torch.compiler.set_stance("force_eager")
-    with as_it_was(model), eager, _converted(model, paths, include, cast) as (converted, unplanned):
+    stored = nullcontext(weights) if weights is None or callable(weights) else weights_in(weights, model)
+    with stored as read, as_it_was(model), eager, _converted(model, paths, include, cast) as (converted, unplanned):
         sides = paths.give_recipes(converted)
         check_fused([operator.operator_name for operator in converted.operators], fused)
         common: dict[str, Any] = {
@@ -191,7 +194,7 @@ def diagnose(
             passes = ForwardPasses(**common)
             batches = [*batches]
             require(batches, "batches", 0, "needs one at least")
-            passes.follow_blocks(weights, batches[0])
+            passes.follow_blocks(read, batches[0])
         else:
             passes = ModelPasses(
                 **common, unplanned=unplanned, tokens=tokens, labels=labels, terms=terms, with_recipes=sides

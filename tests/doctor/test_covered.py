@@ -339,5 +339,5 @@ def test_blocks_without_an_nn_linear_name_what_they_hold() -> None:
 
 def test_weights_that_nothing_brings_are_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8, device="meta"))
-    with pytest.raises(ValueError, match=r"^model=Sequential: has parameters on the meta device; give it its weights"):
+    with pytest.raises(ValueError, match=r"^model=Sequential: has parameters on the meta device; load its weights"):
         gnmr.diagnose(model, model, X)

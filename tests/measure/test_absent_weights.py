@@ -185,3 +185,56 @@ def test_a_pass_that_fails_leaves_the_model_offloaded(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="as asked"):
             ask(model)
         assert state_of(model) == before
+
+
+# ---- the folder of a checkpoint ----
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without weights, whose buffers have values."""
+    copy = deepcopy(model)
+    for module in copy.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            setattr(module, key, nn.Parameter(torch.empty_like(parameter, device="meta")))
+    return copy
+
+
+def test_a_model_without_weights_reads_them_from_a_folder(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    whole = Decoder()
+    save_file(whole.state_dict(), tmp_path / "model.safetensors")
+    model = on_meta(whole)
+    assert diagnosed(model, measure="all", weights=tmp_path) == diagnosed(whole, measure="all")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "gpt2", "gemma2"))]
+)
+def test_a_checkpoint_of_transformers_is_read_by_its_rules(family: str, tmp_path: Path) -> None:
+    """Experts that are many tensors in the file, and a head that is in no file because it is tied."""
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(CAUSAL[family]()).save_pretrained(tmp_path)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, use_cache=False).eval()
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(whole.config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    options = {"measure": "all", "recipe": "nvfp4"}
+    assert diagnosed(model, weights=str(tmp_path), **options) == diagnosed(whole, **options)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    whole = Decoder()
+    tensors = whole.state_dict()
+    del tensors["layers.1.up_proj.bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"^weights=.*: has no layers.1.up_proj.bias in its files"):
+        diagnosed(on_meta(whole), measure="all", weights=tmp_path)
+    with pytest.raises(ValueError, match=r"^model=Decoder: has parameters on the meta device; load its weights"):
+        diagnosed(on_meta(whole), measure="all")
+    with pytest.raises(gnmr.errors.UserError, match="holds no"):
+        diagnosed(on_meta(whole), measure="all", weights=tmp_path / "empty")

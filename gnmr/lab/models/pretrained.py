@@ -41,6 +41,7 @@ from gnmr.lab.data.batch import Batch, model_inputs
 from gnmr.lab.models import cpu_products
 from gnmr.lab.models.decoders import Llama
 from gnmr.lab.models.kinds import CAUSAL, IN_PYTHON, MASKED, kind_of
+from gnmr.measure.stored_weights import check_files
 from gnmr.patterns import select
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
@@ -108,25 +109,6 @@ def _refuse_diffusion(folder: Path, where: str) -> None:
         of_diffusers |= "_diffusers_version" in json.loads((folder / "config.json").read_bytes())
     if of_diffusers:
         raise UserError(f"{where}: a diffusion model has no logits that the commands can ask for: {IN_PYTHON}")
-
-
-def check_files(folder: Path) -> list[Path]:
-    """Return the weight files. Raises UserError, which names the file, for missing or truncated weights."""
-    from safetensors import safe_open
-
-    file = folder / "model.safetensors.index.json"
-    try:
-        shards = json.loads(file.read_bytes())["weight_map"].values() if file.is_file() else []
-        # Hidden files are not the checkpoint's: file browsers write them.
-        files = sorted({folder / name for name in shards} or folder.glob("[!.]*.safetensors"))
-        for file in files:
-            with safe_open(file, framework="pt"):
-                pass
-    except Exception as error:  # OSError, SafetensorError, and errors of an incomplete index
-        raise UserError(f"{file}: is missing, truncated or cannot be read ({first_line(error)})") from error
-    if not files:
-        raise UserError(f"{folder}: holds no *.safetensors")
-    return files
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[tuple[int, ...], int]]:
