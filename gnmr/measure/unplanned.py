@@ -1,9 +1,9 @@
 """Measure low precision in parts that no plan covers: the output head, routers, and the cache of keys and values.
 
 - head, router: linears that every recipe leaves in 16 bits, on the low path.
-- kv: the keys and values that attention reads (`scaled_dot_product_attention`), under a separate cast. No GEMM reads
-  them in low precision. Their error is an inner product with the gradient, u = <dk, Q(k) - k>. It is summed over heads,
-  by token and by sequence as in `gnmr.measure.price`.
+- kv: the keys and values that attention reads (`scaled_dot_product_attention`), under a separate cast; of a model of
+  transformers, those of its decoder. No GEMM reads them in low precision. Their error is an inner product with the
+  gradient, u = <dk, Q(k) - k>. It is summed over heads, by token and by sequence as in `gnmr.measure.price`.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ class KVCache(TorchFunctionMode):
         super().__init__()
         self._model, self._cast = model, cast
         self.cast_name = str(cast)
+        self._decoder = _decoder_of(model)
         self._inside: list[str] = []
         self._alone: str | None = None
         self._sums: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
@@ -148,8 +149,10 @@ class KVCache(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        module = self._inside[-1] if self._inside else ""  # "": called by the model itself, or by `run`
+        if not f"{module}.".startswith(self._decoder):
+            return func(*args, **(kwargs or {}))
         for operand in ("key", "value"):
-            module = self._inside[-1] if self._inside else ""  # "": called by the model itself, or by `run`
             arguments[operand] = self._read(f"{module}.{operand[0]}_cache".lstrip("."), arguments[operand])
         return func(arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), *args[3:], **arguments)
 
@@ -214,6 +217,17 @@ class KVCache(TorchFunctionMode):
             nats[name] = loss_tokens / 2 * token, loss_tokens / 2 * sequence
         self._sums = {}
         return nats
+
+
+def _decoder_of(model: nn.Module) -> str:
+    """Return the beginning of the names of modules whose keys and values are kept for the next token.
+
+    Encoders and vision towers attend once. It is empty unless the model is one of transformers that names its decoder.
+    """
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) else None
+    names = (name for name, module in model.named_modules() if module is decoder and name)
+    return next((f"{name}." for name in names), "")
 
 
 def _by_token(x: Tensor) -> Tensor:

@@ -266,11 +266,15 @@ def test_mistakes_in_a_folder(saved: Any) -> None:
 def test_diagnose_and_audit(family: str, operators: set[str], saved: Any, gnmr: Any) -> None:
     """The numbers are those of Python, with the inputs that the command makes."""
     folder = saved(family)
-    ended = gnmr("diagnose", str(folder), "data=text.txt", *FEW, "out=plan", "include=kv,head")
+    kinds = "include=head" if family == "bert" else "include=kv,head"
+    ended = gnmr("diagnose", str(folder), "data=text.txt", *FEW, "out=plan", kinds)
     assert ended.code == 0, ended.err
+    assert "gnmr.attach(model, plan='plan')" in ended.out and "gnmr train" not in ended.out
     tree = json.loads(Path("plan/diagnosis.json").read_text())
     assert operators <= tree["operators"].keys() and tree["subject"]["loaded_by"] == KINDS[family].auto_class
     assert not any("vision" in name or "lm_head" in name for name in tree["operators"])
+    caches = [row["operator"] for row in tree["beside"] if "_cache" in row["operator"]]
+    assert all("decoder" in name or "language_model" in name for name in caches) and bool(caches) == (family != "bert")
     subject, made = batches(folder, held_out=0)
     found = package.diagnose(
         subject.model.float(),
@@ -284,6 +288,11 @@ def test_diagnose_and_audit(family: str, operators: set[str], saved: Any, gnmr: 
     assert found.measured.kl == pytest.approx(tree["measured"]["kl"], rel=1e-4)
     ended = gnmr("audit", str(folder), "data=text.txt", "recipe=fp8_hybrid", "batch_size=2", "block=16", "device=cpu")
     assert ended.code in (0, 1), ended.err
+
+
+def test_an_encoder_keeps_no_keys_and_values(saved: Any, gnmr: Any) -> None:
+    line = gnmr("diagnose", str(saved("bert")), "data=text.txt", "include=kv", *FEW).mistake
+    assert line.endswith("is an encoder, which keeps no keys and values for a next token")
 
 
 @pytest.mark.slow

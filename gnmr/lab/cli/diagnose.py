@@ -133,6 +133,7 @@ def main(argv: list[str]) -> int:
     from gnmr.conversion.converting import operator_shapes
     from gnmr.lab.evaluation.blocks import LONGEST, TOKENS
     from gnmr.lab.evaluation.subjects import load_subject
+    from gnmr.lab.models.kinds import CAUSAL, MASKED
     from gnmr.lab.train.memory import refuse_blocks
 
     tokens = (options.batch_size or max(1, TOKENS // 2 // (options.block or LONGEST))) * (options.block or LONGEST)
@@ -145,6 +146,8 @@ def main(argv: list[str]) -> int:
             tokens=tokens,
             by_blocks=options.measure == "all",
         )
+    if "kv" in options.include and subject.kind is MASKED:
+        raise UserError(f"include=kv: {place} is an encoder, which keeps no keys and values for a next token")
     options.batches = options.batches or (16 if config is not None else 8)
     options.held_out = options.batches // 4 if options.held_out is None else options.held_out
     if plan is None and options.targets is None:
@@ -168,7 +171,7 @@ def main(argv: list[str]) -> int:
     try:
         lines = _write(diagnosis, origin, options, plan)  # before it is shown, because the reader may have left
     finally:
-        _show(diagnosis, plan, options)
+        _show(diagnosis, plan, options, trains=subject.kind is CAUSAL)
     # Kept until the files are written: if that fails, the same command need not measure again.
     if state is not None:
         shutil.rmtree(state)
@@ -316,7 +319,8 @@ def _origin(subject: Subject, options: Namespace, blocks: TextBlocks, command: s
     }
 
 
-def _show(diagnosis: Diagnosis, plan: PinPlan | None, options: Namespace) -> None:
+def _show(diagnosis: Diagnosis, plan: PinPlan | None, options: Namespace, trains: bool) -> None:
+    """Print the diagnosis, and what to do next; `trains` says whether `gnmr train` takes such a model."""
     from gnmr.plan.page import beside, totals
     from gnmr.plan.terminal import story
 
@@ -333,7 +337,8 @@ def _show(diagnosis: Diagnosis, plan: PinPlan | None, options: Namespace) -> Non
     elif diagnosis.against or diagnosis.sides:
         return
     elif options.out is not None:
-        ways = f"{shown_command('train', f'plan={options.out}')}, gnmr.attach(model, plan={str(options.out)!r})"
+        ways = f"{shown_command('train', f'plan={options.out}')}, " if trains else ""
+        ways += f"gnmr.attach(model, plan={str(options.out)!r})"
         ways += f", or {shown_command('export', options.out)} for other libraries"
         for line in next_lines(ways):
             print_plain(console, printable(line), by_words)
