@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,18 @@ class PathCost:
     """Mean loss on the other path."""
     error: float
     """Standard error of the mean difference of losses, paired by batch; NaN for one batch."""
+    same_top: float | None = None
+    """Share of the tokens whose most likely prediction is the same on both paths; None: not measured."""
+    kl_99: float | None = None
+    """99th percentile of the KL of single tokens, in nats; None: not measured."""
+
+    def with_tokens(self, tokens: Sequence[np.ndarray | None]) -> PathCost:
+        """Return this cost with the numbers of single tokens, from (N, 2) by batch as `Output.tokens_to` gives them."""
+        arrays = [batch for batch in tokens if batch is not None]
+        if not arrays:
+            return self
+        kl, same_top = np.concatenate(arrays).T
+        return replace(self, same_top=float(same_top.mean()), kl_99=float(np.percentile(kl, 99)))
 
     @staticmethod
     def of(
@@ -176,6 +188,19 @@ def paired_difference(
 ) -> tuple[float, float]:
     """Return the extra nats that a guess leaves compared with the plan, and half the width of the paired 95% interval.
 
+    The arguments are those of `paired_mean`.
+    """
+    mean, error, number = paired_mean(guess, plan, terms)
+    return mean, _half_width(number, error)
+
+
+def paired_mean(
+    guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]], terms: Sequence[float]
+) -> tuple[float, float, int]:
+    """Return the extra nats that a guess leaves compared with the plan, their standard error, and the number of pairs.
+
+    Pairs are sequences, or batches if there is no KL.
+
     Args:
         guess: (KLs by batch, losses by batch), as `PathCost.of` takes them.
         plan: those of the plan.
@@ -189,7 +214,7 @@ def paired_difference(
         difference = (kl_guess[:, 0] - kl_plan[:, 0]) / weights
     with np.errstate(invalid="ignore"):
         mean, error = _ratio(difference, weights)
-        return mean, _half_width(len(difference), error)
+        return mean, error, len(difference)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,24 @@ def divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> Ten
     return (torch.where(counts, by_position, 0.0).sum(dim=1) / number)[number > 0]
 
 
+@torch.no_grad()
+def token_divergence(log_p: Tensor, low: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the KL of each position that counts, (N,) float64, and whether both predict the same token, (N,) bool.
+
+    The arguments are those of `divergence`. Two logits of one size count as the first of them.
+    """
+    width = log_p.shape[-1]
+    kls, same_top = [], []
+    for p, q in zip(log_p.reshape(-1, width).split(_ROWS), low.reshape(-1, width).split(_ROWS), strict=True):
+        kls.append(_of_positions(p, q.float()))
+        same_top.append(p.argmax(dim=1) == q.argmax(dim=1))
+    kl, same = torch.cat(kls), torch.cat(same_top)
+    if targets is None:
+        return kl, same
+    counts = (targets != IGNORED).flatten()
+    return kl[counts], same[counts]
+
+
 def _of_positions(log_p: Tensor, low: Tensor) -> Tensor:
     """Return the KL of each position, (N, V) -> (N,) float64. Waits for the device."""
     log_q = F.log_softmax(low, dim=1)

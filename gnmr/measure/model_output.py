@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import functional as F
 
 from gnmr.measure.guards import refuse_not_finite, scalar
-from gnmr.measure.kl import IGNORED, divergence, draw_labels
+from gnmr.measure.kl import IGNORED, divergence, draw_labels, token_divergence
 from gnmr.options import require
 
 _APART = 0.1
@@ -155,6 +155,17 @@ class Output:
         kl = divergence(log_p, low_logits, targets).cpu()
         nats_and_number: np.ndarray = torch.stack([kl * number, number], dim=1).numpy()
         return nats_and_number
+
+    def tokens_to(self, low: Output) -> np.ndarray | None:
+        """Return (KL in nats, 1 if the top prediction is unchanged) of each position that counts, (N, 2).
+
+        The result is None without logits.
+        """
+        if self.logits is None or low.logits is None:
+            return None
+        kl, same_top = token_divergence(self._log_p, low.logits, self.targets)
+        nats_and_same: np.ndarray = torch.stack([kl, same_top.double()], dim=1).cpu().numpy()
+        return nats_and_same
 
     def apart(self, other: Output) -> float:
         """Return the KL per token to another output of the same batch; without logits, the difference of the losses.

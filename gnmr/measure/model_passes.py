@@ -41,7 +41,17 @@ SAME_NATS = 1e-8
 """Nats up to which two passes count as the same; sums in another order make less."""
 ESTIMATES = {"token": "fprop", "sequence": "fprop_sequence"}
 """Name of each estimate of fprop among the numbers of a batch."""
-_PRICES = ("fprop", "fprop_sequence", "fprop_input", "fprop_weight", "dgrad", "wgrad", "dgrad_bias", "wgrad_bias")
+_PRICES = (
+    "fprop",
+    "fprop_sequence",
+    "fprop_elements",
+    "fprop_input",
+    "fprop_weight",
+    "dgrad",
+    "wgrad",
+    "dgrad_bias",
+    "wgrad_bias",
+)
 
 
 class OperatorCalls:

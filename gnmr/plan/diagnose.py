@@ -5,9 +5,10 @@ with some operators on the low path. On each batch, one forward and backward pas
 operator alone (`gnmr.measure.price`). Its labels are drawn by the model itself. The estimates cover the low recipe and
 the recipes on which a plan may keep a GEMM. Another forward pass measures the KL of all operators together.
 
-The KL of the operators that are highest by either estimate is then measured, with one forward pass per batch each.
-Held-out batches give the KL that remains under the plan and under other choices: plans with only one other recipe, and
-the usual guesses at the same cost. Nothing is trained, and the model is restored.
+The KL of the operators that are highest by either estimate is then measured, with one forward pass per batch each. The
+plan is solved by every score that these passes give. The first half of the held-out batches chooses among the plans.
+The other half gives the KL that remains under the chosen plan and under other choices: plans with only one other
+recipe, and the usual guesses at the same cost. Nothing is trained, and the model is restored.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from gnmr.measure.gemm_costs import (
     PathCost,
     bootstrap_intervals,
     paired_difference,
+    paired_mean,
     weighted_mean,
 )
 from gnmr.measure.guards import as_it_was, refuse_without_gradients
@@ -116,7 +118,8 @@ def diagnose(
         times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
         fused: kinds of operators that share one recipe because a library runs them as one: qkv, gate_up, experts (each
             projection of all experts), moe (all of their projections).
-        held_out: other batches, on which the KL of the plan and of the usual guesses is measured.
+        held_out: other batches. The first half of them chooses among the plans of several scores; on the other half the
+            KL of the plan and of the usual guesses is measured. A single batch is for the latter.
         plan: a plan whose pins, recipes and targets are in force; the cost that remains under it is measured.
         against: the recipe or recipes of the trainer, if two sides should agree; `recipe` is then the rollout's. It
             replaces `recovery`, and needs logits.
@@ -326,7 +329,9 @@ class _Measurement:
         if held_out:
             diagnosis = self._with_held_out(diagnosis, held_out, len(costs))
             if isinstance(passes, ModelPasses) and passes.kv_cast is not None:
-                diagnosis = self._with_caches(passes, diagnosis, held_out, len(costs))
+                assert diagnosis.held_out is not None
+                chosen_on = len(held_out) - diagnosis.held_out.batches
+                diagnosis = self._with_caches(passes, diagnosis, held_out[chosen_on:], len(costs) + chosen_on)
         if isinstance(passes, ModelPasses):
             passes.refuse_state(findings.first_batch)
         return diagnosis
@@ -363,6 +368,7 @@ class _Measurement:
         scores = {
             "mse": weighted_mean(samples["mse"], terms),
             "gradient norm": weighted_mean(samples["norm"][normed], terms[normed]),
+            "elements": weighted_mean(samples["fprop_elements"], terms),
         }
         return _Findings(
             costs=costs,
@@ -674,27 +680,95 @@ class _Measurement:
     # ---- held-out batches ----
 
     def _with_held_out(self, diagnosis: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
-        """Add the cost of everything low, the plan and the guesses on held-out batches, numbered from `before`."""
+        """Choose the plan on the first half of the held-out batches, and measure what it leaves on the other half.
+
+        The batches are numbered from `before`. The half that a plan was chosen on says nothing of what it leaves,
+        because the best of several choices is partly the luckiest. So without a choice all batches are for the latter.
+        """
+        number = len(batches) // 2
+        candidates = diagnosis.candidates() if number and diagnosis.chooses else {}
+        if len({repr(choice.pins) for choice in candidates.values()}) > 1:
+            diagnosis = self._with_selection(diagnosis, candidates, batches[:number], before)
+            batches, before = batches[number:], before + number
+        return self._with_remaining(diagnosis, batches, before)
+
+    def _with_selection(
+        self, diagnosis: Diagnosis, candidates: Mapping[str, Choice], batches: Sequence[Any], before: int
+    ) -> Diagnosis:
+        """Measure the candidates, and choose the one that leaves least.
+
+        Another score replaces the price only if its plan leaves less by more than the paired standard error.
+        """
+        left = self._left(
+            diagnosis, {name: [choice] for name, choice in candidates.items()}, batches, before, "selection"
+        )
+        costs = {name: left.cost(name) for name in candidates}
+        differences = {
+            name: paired_mean(left.by_batch[name], left.by_batch["price"], left.terms) for name in candidates
+        }
+        better = [name for name, (mean, error, _) in differences.items() if mean < -error]
+        return replace(
+            diagnosis,
+            selected=min(better, key=lambda name: costs[name].nats, default="price"),
+            selection={name: (costs[name], *differences[name][:2]) for name in candidates},
+        )
+
+    def _with_remaining(self, diagnosis: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
+        """Add the cost of everything low, of the plan, of plans of other budgets, and of the guesses."""
         # The choices by name; a guess may have several draws, and some choices are alike.
         choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
         curve: list[Choice] = []
+        guesses = {} if diagnosis.pins else diagnosis.alternatives
         if not diagnosis.pins:
             plan = diagnosis.choice()
             further = (choice for choice in map(diagnosis.choice, CURVE) if choice.pins and choice.pins != plan.pins)
             by_extra = {choice.extra: choice for choice in further}
             curve = [by_extra[extra] for extra in sorted(by_extra)]
-            choices |= {"plan": [plan], **diagnosis.alternatives}
+            choices |= {"plan": [plan], **guesses}
             choices |= {f"{choice.extra}": [choice] for choice in curve}
+        left = self._left(diagnosis, choices, batches, before, "held_out", of_tokens=("all", "plan"))
+        return replace(
+            diagnosis,
+            held_out=left.cost("all"),
+            remaining={name: left.cost(name) for name in choices if name in ("plan", *guesses)},
+            excess={
+                name: paired_difference(left.by_batch[name], left.by_batch["plan"], left.terms) for name in guesses
+            },
+            curve=tuple((choice.extra, left.cost(f"{choice.extra}")) for choice in curve),
+        )
+
+    def _left(
+        self,
+        diagnosis: Diagnosis,
+        choices: Mapping[str, Sequence[Choice]],
+        batches: Sequence[Any],
+        before: int,
+        state: str,
+        of_tokens: Collection[str] = (),
+    ) -> _Left:
+        """Measure what choices leave; choices with the same pins are measured once.
+
+        Args:
+            diagnosis: what was measured before.
+            choices: the draws of each choice, by its name.
+            batches: batches, numbered from `before`.
+            before: number of batches that were run before these.
+            state: name of the file for the state of a long measurement.
+            of_tokens: names of choices whose numbers of single tokens are measured too.
+        """
         pins_of = {repr(choice.pins): choice.pins for draws in choices.values() for choice in draws}
         variants = {key: Variant(self.passes.all_low, pins) for key, pins in pins_of.items()}
+        keys_of = {name: [repr(choice.pins) for choice in draws] for name, draws in choices.items()}
+        with_tokens = {key for name in of_tokens for key in keys_of.get(name, ())}
         self.passes.expect(self.passes.passes_of(len(batches), variants) + 1)
-        # The losses and KLs of each choice on each batch.
+        # The losses and KLs of each set of pins on each batch.
         high: list[float] = []
         terms: list[int] = []
         low: dict[str, list[float]] = {key: [] for key in variants}
         kls: dict[str, list[Any]] = {key: [] for key in variants}
+        tokens: dict[str, list[Any]] = {key: [] for key in with_tokens}
         reference: Output | None = None
-        for number, key, output in self.passes.outputs(batches, variants, before, self._state_file("held_out")):
+        for number, key, output in self.passes.outputs(batches, variants, before, self._state_file(state)):
             if key is None:
                 reference = output
                 high.append(reference.loss_value)
@@ -706,22 +780,16 @@ class _Measurement:
             assert reference is not None
             low[key].append(output.loss_value)
             kls[key].append(reference.kl_to(output))
-        # The means over the draws of a guess, and over the batches.
+            if key in with_tokens:
+                tokens[key].append(reference.tokens_to(output))
+        # The means over the draws of a choice.
         by_batch: dict[str, tuple[list[Any], list[float]]] = {}
-        for name, draws in choices.items():
-            keys = [repr(choice.pins) for choice in draws]
+        for name, keys in keys_of.items():
             kls_by_batch = zip(*(kls[key] for key in keys), strict=True)
             mean_kls = [None if of_draws[0] is None else np.mean(of_draws, axis=0) for of_draws in kls_by_batch]
             by_batch[name] = mean_kls, np.mean([low[key] for key in keys], axis=0).tolist()
-        costs = {name: PathCost.of(kl, high, losses, terms) for name, (kl, losses) in by_batch.items()}
-        guesses = {} if diagnosis.pins else diagnosis.alternatives
-        return replace(
-            diagnosis,
-            held_out=costs["all"],
-            remaining={name: costs[name] for name in choices if name in ("plan", *guesses)},
-            excess={name: paired_difference(by_batch[name], by_batch["plan"], terms) for name in guesses},
-            curve=tuple((choice.extra, costs[f"{choice.extra}"]) for choice in curve),
-        )
+        of_names = {name: tokens[keys_of[name][0]] for name in of_tokens if name in keys_of}
+        return _Left(by_batch=by_batch, high=high, terms=terms, tokens=of_names)
 
     def _with_caches(self, passes: ModelPasses, diagnosis: Diagnosis, batches: Sequence[Any], before: int) -> Diagnosis:
         """Add what all keys and values cost on held-out batches, numbered from `before`: alone, and under the plan."""
@@ -740,6 +808,25 @@ class _Measurement:
                 kls[name].append(reference.kl_to(output))
         caches = {name: PathCost.of(kls[name], high, low[name], terms) for name in low}
         return replace(diagnosis, caches=caches, kv_cast=passes.kv_cast)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Left:
+    """What choices leave on some batches."""
+
+    by_batch: dict[str, tuple[list[Any], list[float]]]
+    """(KLs by batch, losses by batch) of each choice, as `PathCost.of` takes them."""
+    high: list[float]
+    """Losses on the recovery path."""
+    terms: list[int]
+    """Numbers of terms in the losses."""
+    tokens: dict[str, list[Any]]
+    """`Output.tokens_to` by batch, of some choices."""
+
+    def cost(self, name: str) -> PathCost:
+        """Return the cost of a choice."""
+        kls, losses = self.by_batch[name]
+        return PathCost.of(kls, self.high, losses, self.terms).with_tokens(self.tokens.get(name, ()))
 
 
 def _refuse_other_kind(where: str, loss_alone: bool, first_alone: bool) -> None:

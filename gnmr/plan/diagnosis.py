@@ -34,6 +34,7 @@ from gnmr.plan.knapsack import (
     Choice,
     Prices,
     Times,
+    as_choice,
     budget_of,
     by_score,
     choose,
@@ -53,10 +54,22 @@ LITTLE = 0.01
 """Nats per token, below which nothing has to be kept."""
 UNREACHED = "no token reached them"
 """The reason why experts have no price although others of their layer have one; a plan puts them with their group."""
+_RULES = ("mse", "gradient norm")
+"""Scores that are also usual rules: operators in their order."""
 _NAMED = 4
 """Operators that a verdict names."""
+_SCORES = {
+    "price": "price",
+    "token": "price by token",
+    "sequence": "price by sequence",
+    "elements": "squares by element",
+    "gradient norm": "gradient norm",
+    "mse": "squared error of the input",
+    "first_last": "first and last blocks",
+}
+"""What the scores of candidates are called."""
 _LABELS = {
-    "plan": "the plan, by price",
+    "price": "by price",
     "last": "last blocks",
     "first": "first blocks",
     "first_last": "first and last blocks",
@@ -84,7 +97,10 @@ class Diagnosis:
     measured: PathCost
     """KL and loss on the batches of the prices."""
     scores: dict[str, dict[str, float]]
-    """`mse` (of the input's cast) and `gradient norm` (of the weight), each by operator."""
+    """`mse` (of the input's cast), `gradient norm` (of the weight) and `elements`, each by operator.
+
+    `elements` is the sum of squares by element, which ModelOpt's AutoQuantize uses.
+    """
     budget: float
     tokens: int
     """One token in every `tokens` was priced."""
@@ -125,7 +141,12 @@ class Diagnosis:
     """Classes of the modules that hold operators and are not nn.Linear, by module name."""
     partly: Mapping[str, int] = field(default_factory=dict)
     """Operators that ran only in some batches, with the number of batches."""
+    selected: str = "price"
+    """The score that the plan is solved by: the one whose plan left least on the batches of the selection."""
+    selection: Mapping[str, tuple[PathCost, float, float]] = field(default_factory=dict)
+    """The plan of each score on the batches of the selection: (cost, nats more than the price's plan, their error)."""
     held_out: PathCost | None = None
+    """Cost of everything low on the held-out batches that no plan was chosen on."""
     remaining: Mapping[str, PathCost] = field(default_factory=dict)
     """Cost that remains on the held-out batches under the `plan` of this budget and each of the `alternatives`."""
     excess: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -227,7 +248,64 @@ class Diagnosis:
         """Return the rescues whose single-recipe plans are compared with the plan, if there are several."""
         return self.rescues if len(self.rescues) > 1 else ()
 
-    def choice(self, budget: float | str | None = None, rescue: str | None = None, *, free: bool = False) -> Choice:
+    @cached_property
+    def score_prices(self) -> dict[str, Prices]:
+        """Return the prices that each score stands for, in nats: all scores have the same sum.
+
+        A rescue leaves the same share of a score as it leaves of the price. What is not finite alone is not finite by
+        any score.
+        """
+        forward = [row for row in self.rows if row.gemm == "fprop"]
+        values: dict[str, list[float | None]] = {
+            "token": [row.by_token if row.measured is None else row.measured for row in forward],
+            "sequence": [row.by_sequence if row.measured is None else row.measured for row in forward],
+            "elements": [self.scores.get("elements", {}).get(row.operator) for row in forward],
+        }
+        norms, errors = (self.scores.get(key, {}) for key in ("gradient norm", "mse"))
+        # A squared norm estimates the Fisher information, and inputs times MSE is the squared error of a token.
+        values["gradient norm"] = [norms[row.operator] ** 2 if row.operator in norms else None for row in forward]
+        values["mse"] = [
+            errors[row.operator] * self.operators[row.operator][0] if row.operator in errors else None
+            for row in forward
+        ]
+        total = math.fsum(row.value for row in forward if math.isfinite(row.value))
+        prices = {"price": self.prices}
+        for name, of_rows in values.items():
+            scores = np.array([math.nan if score is None else score for score in of_rows], dtype=float)
+            if np.isnan(scores).any() or not 0 < scores[np.isfinite(scores)].sum() < math.inf:
+                continue
+            nats = np.where(np.isfinite(scores), scores, 0.0) * total / scores[np.isfinite(scores)].sum()
+            prices[name] = {
+                (row.operator, row.gemm): self._scaled(row, value)
+                for row, value in zip(forward, nats.tolist(), strict=True)
+            }
+        return prices
+
+    def _scaled(self, row: GemmCost, nats: float) -> dict[str, float]:
+        """Return the nats of a row on each recipe if it costs `nats` on the low one."""
+        nats_on = {self.recipe: row.value, **row.rescued}
+        if not math.isfinite(row.value):
+            return nats_on
+        by_estimate = row.value
+        if row.measured is not None and self.estimate != "measured":
+            by_sequence = row.by_sequence if self.estimate == "sequence" else None
+            by_estimate = (row.by_token if by_sequence is None else by_sequence) or 0.0
+        share = nats / by_estimate if by_estimate > 0 else 0.0
+        return {self.recipe: nats} | {rescue: share * left for rescue, left in row.rescued.items()}
+
+    def candidates(self) -> dict[str, Choice]:
+        """Return the plan of this budget by each score, and first and last blocks, by name; the price comes first."""
+        names = [*self.score_prices, *([] if self.groups else ["first_last"])]
+        return {name: self.choice(score=name) for name in names}
+
+    def choice(
+        self,
+        budget: float | str | None = None,
+        rescue: str | None = None,
+        *,
+        free: bool = False,
+        score: str | None = None,
+    ) -> Choice:
         """Return the plan that leaves the fewest nats under a budget of extra time.
 
         Args:
@@ -235,6 +313,7 @@ class Diagnosis:
                 with a gate no budget; the plan is then the cheapest one expected to keep the gate.
             rescue: the only recipe to pin to. None: all rescues.
             free: ignore that a library runs operators as one.
+            score: score of `candidates` to solve by. None: the `selected` one. The nats of a choice are by the price.
 
         Raises ValueError under a plan's pins.
         """
@@ -243,20 +322,31 @@ class Diagnosis:
         if budget is None and self.gate is None:
             budget = self.budget
         share = None if budget is None else budget_of(budget)
-        if (key := (share, rescue, free)) not in self._choices:
-            enough = self.gate / (self.calibration or 1.0) if self.gate is not None and share is None else None
-            prices, groups = self._prices_on(rescue), () if free else self.groups
-            self._choices[key] = choose(prices, self.costs, self.recipe, share, enough=enough, groups=groups)
+        score = score or self.selected
+        if (key := (share, rescue, free, score)) not in self._choices:
+            self._choices[key] = self._solved(share, rescue, () if free else self.groups, score)
         return self._choices[key]
 
-    @cached_property
-    def _choices(self) -> dict[tuple[float | None, str | None, bool], Choice]:
-        return {}
+    def _solved(self, share: float | None, rescue: str | None, groups: Sequence[Sequence[str]], score: str) -> Choice:
+        if score == "first_last":
+            assert share is not None
+            order, rescues = guessed(score, self.operators), self.rescues if rescue is None else (rescue,)
+            choices = [pin_in_order(order, self.prices, self.costs, self.recipe, on, share) for on in rescues]
+            return min(choices, key=lambda choice: choice.after)
+        enough = self.gate / (self.calibration or 1.0) if self.gate is not None and share is None else None
+        prices = self.score_prices[score]
+        if rescue is not None:
+            recipes = self.recipe, rescue
+            prices = {item: {name: nats_on[name] for name in recipes} for item, nats_on in prices.items()}
+        choice = choose(prices, self.costs, self.recipe, share, enough=enough, groups=groups)
+        if score == "price":
+            return choice
+        chosen = {(name, gemm): recipe for name, pins in choice.pins.items() for gemm, recipe in pins.items()}
+        return as_choice(chosen, self.prices, self.costs, self.recipe)
 
-    def _prices_on(self, rescue: str | None) -> Prices:
-        if rescue is None:
-            return self.prices
-        return {item: {name: nats_on[name] for name in (self.recipe, rescue)} for item, nats_on in self.prices.items()}
+    @cached_property
+    def _choices(self) -> dict[tuple[float | None, str | None, bool, str], Choice]:
+        return {}
 
     def extra_of_all(self, choice: Choice) -> float:
         """Return the extra time of a choice as a share of the time of all GEMMs of a forward and a backward pass."""
@@ -271,10 +361,11 @@ class Diagnosis:
         operators with the largest `scores`. They use the rescue that leaves the fewest nats by the values.
         """
         budget = self.budget if self.gate is None else max(self.choice().extra, 1e-9)
-        alternatives = {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
+        alternatives = {} if self.selected == "price" else {"price": [self.choice(score="price")]}
+        alternatives |= {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
         draws = dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}
         orders = {kind: [guessed(kind, self.operators, seed) for seed in range(n)] for kind, n in draws.items()}
-        orders |= {key: [by_score(scores, self.operators)] for key, scores in self.scores.items()}
+        orders |= {key: [by_score(self.scores[key], self.operators)] for key in _RULES if key in self.scores}
         for name, draws_of in orders.items():
             by_rescue = [
                 [pin_in_order(order, self.prices, self.costs, self.recipe, rescue, budget) for order in draws_of]
@@ -336,7 +427,8 @@ class Diagnosis:
             texts["keys and values"] = "; ".join(_of_caches(self))
         # Prices of two sides are no prices of recipes. A plan cannot hold a price that is not finite.
         prices: dict[str, dict[str, dict[str, float]]] = {}
-        for (name, gemm), nats_on in self.prices.items() if not self.against else ():
+        of_score = self.score_prices.get(self.selected, self.prices)
+        for (name, gemm), nats_on in of_score.items() if not self.against else ():
             if all(map(np.isfinite, nats_on.values())):
                 prices.setdefault(name, {})[gemm] = {on: float(f"{nats:.6g}") for on, nats in nats_on.items()}
         operators, pins, linears = self.operators | dict(self.matched), dict(choice.pins), self.linears
@@ -418,6 +510,19 @@ class Diagnosis:
             "left_out": {product.name: share for product, share in self.coverage.left_out(self.operators).items()},
             "idle": dict(self.idle),
             "partly": dict(self.partly),
+            "selected": self.selected,
+            "selection": {
+                name: {
+                    "extra": self.choice(score=name).extra,
+                    "more_than_price": {"nats": more, "error": error},
+                    **cost.tree(),
+                }
+                for name, (cost, more, error) in self.selection.items()
+            },
+            "score_prices": {
+                name: {operator: nats_on[self.recipe] for (operator, _), nats_on in prices.items()}
+                for name, prices in (self.score_prices.items() if self.chooses else ())
+            },
             "choices": self.compared(),
             "curve": [{"extra": extra, **cost.tree()} for extra, cost in self.curve],
             "rows": [vars(row) | {"interval": list(row.interval)} for row in self.rows],
@@ -454,6 +559,24 @@ def left_out(diagnosis: Diagnosis) -> list[str]:
 def label(choice: str) -> str:
     """Return what a choice is called in tables; plans on one rescue alone have their own names."""
     return _LABELS.get(choice, choice)
+
+
+def plan_label(diagnosis: Diagnosis) -> str:
+    """Return what the plan is called in tables: by the score that it is solved by."""
+    by = "single KLs" if diagnosis.estimate == "measured" and diagnosis.selected == "price" else ""
+    return f"the plan, by {by or _SCORES[diagnosis.selected]}"
+
+
+def token_line(diagnosis: Diagnosis) -> str:
+    """Return what low precision and the plan do to single held-out tokens; empty without a KL."""
+    clauses = []
+    for name, cost in (
+        (f"on {diagnosis.recipe}", diagnosis.held_out),
+        ("under the plan", diagnosis.remaining.get("plan")),
+    ):
+        if cost is not None and cost.same_top is not None and cost.kl_99 is not None:
+            clauses.append(f"{cost.same_top:.1%} of tokens and {format_nats(cost.kl_99)} nats {name}")
+    return f"top prediction unchanged, and 99th percentile of the KL: {'; '.join(clauses)}" if clauses else ""
 
 
 def _sentence(diagnosis: Diagnosis) -> str:
@@ -503,6 +626,7 @@ def _sentence(diagnosis: Diagnosis) -> str:
     clauses = [
         f"{cost}; keeping {_pinned(diagnosis, choice)} on {_recipes(choice.pins)}, for "
         f"{_time(diagnosis, choice.extra)}{_of_all(diagnosis, choice)}, {_remains(diagnosis, choice)}",
+        _selection(diagnosis),
         _better_guess(diagnosis),
     ]
     return "; ".join(filter(None, clauses))
@@ -560,6 +684,19 @@ def _remains(diagnosis: Diagnosis, choice: Choice) -> str:
         width = f" ± {format_nats(cost.noise)}" if np.isfinite(cost.noise) else ""
         return f"leaves {format_nats(cost.nats)}{width} nats on other batches"
     return f"should leave {format_nats(diagnosis.expected(choice)[1])} nats"
+
+
+def _selection(diagnosis: Diagnosis) -> str:
+    """Return a clause on the score that the plan is solved by; empty if there was no choice."""
+    if not diagnosis.selection:
+        return ""
+    score, (by_price, _, _) = diagnosis.selected, diagnosis.selection["price"]
+    where = f"on {plural(by_price.batches, 'batch')} for the choice"
+    if score == "price":
+        others = len(diagnosis.selection) - 1
+        return f"the plan is by price: of {plural(others, 'other score')} none left clearly less {where}"
+    nats, nats_by_price = format_nats(diagnosis.selection[score][0].nats), format_nats(by_price.nats)
+    return f"the plan is by {_SCORES[score]}, which left less than the price {where}: {nats} against {nats_by_price}"
 
 
 def _better_guess(diagnosis: Diagnosis) -> str:

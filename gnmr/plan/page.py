@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.errors import plural, printable
 from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
-from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out
+from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out, plan_label, token_line
 
 _TOP = 10
 """GEMMs that are named."""
@@ -117,7 +117,7 @@ def choice_rows(diagnosis: Diagnosis) -> list[ChoiceRow]:
     for name, draws in {"plan": [diagnosis.choice()], **diagnosis.alternatives}.items():
         extra, after = (float(np.mean([getattr(choice, key) for choice in draws])) for key in ("extra", "after"))
         cost, excess = diagnosis.remaining.get(name), diagnosis.excess.get(name)
-        name_shown = "the plan, by single KLs" if name == "plan" and diagnosis.estimate == "measured" else label(name)
+        name_shown = plan_label(diagnosis) if name == "plan" else label(name)
         rows.append(ChoiceRow(name_shown, extra, after, cost, excess, rescue_of.get(name)))
     return rows
 
@@ -181,6 +181,8 @@ def totals(diagnosis: Diagnosis) -> list[str]:
         lines.append(recipes_line(diagnosis))
     if diagnosis.held_out is not None:
         lines.append(f"{paths}, held-out batches: {line_of(diagnosis.held_out)}")
+        if tokens := token_line(diagnosis):
+            lines.append(tokens)
     lines += beside(diagnosis)
     if (stable := diagnosis.stability()) is not None:
         order = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
@@ -224,7 +226,7 @@ def page(diagnosis: Diagnosis, title: str, origin: Mapping[str, Any], plan: str 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    for function in (format_nats, short, half_width, with_half, cell_text, loss, printable):
+    for function in (format_nats, short, half_width, with_half, cell_text, loss, tokens, printable):
         environment.filters[function.__name__] = function
     choices = choice_rows(diagnosis)
     return environment.get_template("page.html.j2").render(
@@ -288,6 +290,13 @@ def with_half(cost: PathCost) -> str:
 def cell_text(cost: PathCost | float) -> str:
     """Return what a path costs, or its estimate in nats."""
     return with_half(cost) if isinstance(cost, PathCost) else f"≈ {format_nats(cost)}"
+
+
+def tokens(cost: PathCost | None) -> str:
+    """Return what a path does to single tokens, as a further clause; empty if it was not measured."""
+    if cost is None or cost.same_top is None or cost.kl_99 is None:
+        return ""
+    return f"; top prediction unchanged for {cost.same_top:.1%} of tokens, 99th percentile {format_nats(cost.kl_99)}"
 
 
 def loss(cost: PathCost | None) -> str:

@@ -15,7 +15,7 @@ from rich.text import Text
 from gnmr.console import NARROW
 from gnmr.errors import printable
 from gnmr.measure.gemm_costs import PathCost, format_nats
-from gnmr.plan.diagnosis import Diagnosis
+from gnmr.plan.diagnosis import Diagnosis, token_line
 from gnmr.plan.page import ChoiceRow, View, budget_rows, choice_rows, recipes_line, shade, short, time_name
 
 _SHADES = " ░▒▓█"
@@ -45,6 +45,8 @@ def story(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         yield table
     if diagnosis.chooses:
         yield Text(recipes_line(diagnosis))
+    if tokens := token_line(diagnosis):
+        yield Text(tokens)
 
 
 def _heat_map(view: View, width: int) -> Iterator[Text]:

@@ -74,7 +74,11 @@ def _parser() -> Parser:
     option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts,moe", [])
     option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
     option("batches", whole(1), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
-    option("held_out", whole(0), "batches on which plan and usual guesses are measured; default: a quarter as many")
+    option(
+        "held_out",
+        whole(0),
+        "batches to choose the plan on (first half) and to measure it on (second); default: half as many",
+    )
     option(
         "measure",
         one_of("estimate", "all"),
@@ -149,7 +153,7 @@ def main(argv: list[str]) -> int:
     if "kv" in options.include and subject.kind is MASKED:
         raise UserError(f"include=kv: {place} is an encoder, which keeps no keys and values for a next token")
     options.batches = options.batches or (16 if config is not None else 8)
-    options.held_out = options.batches // 4 if options.held_out is None else options.held_out
+    options.held_out = options.batches // 2 if options.held_out is None else options.held_out
     if plan is None and options.targets is None:
         path_options["targets"] = subject.targets
     blocks = blocks_for(subject, options, options.batches, options.held_out)
