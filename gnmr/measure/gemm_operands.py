@@ -15,6 +15,7 @@ from gnmr.formats.cast import Reference, quantize, rotated
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import Cast, ExecutionPath, Gemm, Recipe
 from gnmr.formats.scaling import compress, decompress, largest_magnitude
+from gnmr.measure.absent_weights import gathered
 from gnmr.names import OPERANDS
 
 
@@ -113,7 +114,8 @@ def weight_of(operator: PathLinear, dtype: torch.dtype, weight_read: Tensor | No
 
     `weight_read` is the tensor that a pass used instead of the weight.
     """
-    weight = operator.matrix.detach() if weight_read is None else weight_read
+    # FSDP2 has not gathered it yet if the operator's output is the output of its module.
+    weight = gathered(operator.matrix.detach()) if weight_read is None else weight_read
     if not weight.is_floating_point():
         assert isinstance(operator, Int8Linear)
         return Integers(weight, operator.weight_scale).values(dtype).float()
