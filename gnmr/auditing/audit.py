@@ -38,6 +38,7 @@ from gnmr.measure.coverage import MUCH, Coverage, Product, count, percent
 from gnmr.measure.guards import (
     as_it_was,
     not_finite,
+    reach_of,
     refuse_constant,
     refuse_not_finite,
     refuse_reentrant,
@@ -280,7 +281,7 @@ def _observe(
         if trained:
             refuse_reentrant(loss)
             gradients = _gradients(loss, trained)
-            refuse_constant(loss, trained, gradients, "loss_of_batch", "what is trained")
+            refuse_constant(loss, reach_of(trained, gradients), "loss_of_batch", "what is trained")
             pairs = zip(trained, gradients, strict=True)
             with_gradient = {id(parameter) for parameter, gradient in pairs if gradient is not None}
             del gradients

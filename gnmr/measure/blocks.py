@@ -33,7 +33,7 @@ from gnmr.measure.price import Sequences
 from gnmr.names import Pins
 
 
-class NotFollowed(Exception):
+class NotFollowed(ValueError):
     """The blocks of a model cannot be run one by one; the message says why, in a few words."""
 
 
@@ -150,6 +150,8 @@ class BlockByBlock:
                 raise NotFollowed("its embedding and head have no weights")
             converted.shared.move_from_meta(around.device)
             self._loaded = BlockWeights(self.blocks, weights, around.dtype, around.device).loaded
+        self._tensors = False
+        """True once blocks are known to return the hidden states alone."""
         self.advance: Callable[[int], None] = lambda _calls: None
         """Called with the number of finished calls of blocks."""
 
@@ -213,6 +215,34 @@ class BlockByBlock:
             for name in variants:
                 yield at, name, self._tail(batch, first_place + at, copies[at].pop(name), like)
 
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Any,
+        place: int,
+        low: Collection[str] = (),
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Any:
+        """Return what `run` gives for batch number `place` with the operators `low` on the low path.
+
+        Args:
+            batch: a batch.
+            place: its number, which seeds PyTorch's generator.
+            low: names of operators.
+            around: returns a context for each block, and for what follows them.
+
+        Raises:
+            NotFollowed: see `outputs`.
+        """
+        hidden, calls, like = self.entering(batch, place)
+        variant = Variant(low)
+        for at, block in enumerate(self.blocks.modules):
+            with self._loaded(at), self._on_paths(at, variant), around():
+                hidden = _hidden_of(calls[at](block, hidden), hidden)
+            self.advance(1)
+        with around():
+            return self._tail(batch, place, hidden, like)
+
     def backward(
         self,
         batch: Any,
@@ -224,13 +254,14 @@ class BlockByBlock:
 
         Between the blocks only hidden states are kept, and gradients of them alone are asked for. So the graph and the
         weights in use are those of one block at a time. What watches operators (`gnmr.measure.price`) sees the passes.
+        They end at a block without a gradient.
 
         Args:
             batch: a batch.
             place: its number, which seeds PyTorch's generator.
             objective_of: returns the scalar to differentiate, and its part of each sequence, (S,) or None, of what
                 `run` returned.
-            sequences: finds the sequence of each row; the first dimension of the hidden states must number sequences.
+            sequences: finds the sequence of each row, if the first dimension of the hidden states numbers sequences.
 
         Raises:
             NotFollowed: see `outputs`.
@@ -238,7 +269,7 @@ class BlockByBlock:
         # Forward: only the hidden states that enter each block are kept.
         with torch.no_grad():
             hidden, calls, like = self.entering(batch, place)
-            entering = []
+            entering: list[Tensor] = []
             for at, block in enumerate(self.blocks.modules):
                 entering.append(hidden)
                 with self._loaded(at):
@@ -248,18 +279,20 @@ class BlockByBlock:
             hidden = hidden.detach().requires_grad_()
             objective, by_sequence = objective_of(self._tail(batch, place, hidden, like))
             # The head: dL/dh of what leaves the last block.
-            (gradient,) = torch.autograd.grad(objective, hidden)
-            del objective
+            (gradient,) = torch.autograd.grad(objective, hidden, allow_unused=True)
+            number = 0 if by_sequence is None else len(by_sequence)
+            del objective, by_sequence
             for at in reversed(range(len(self.blocks.modules))):
                 with self._loaded(at):
                     hidden = entering.pop().detach().requires_grad_()
                     # The block runs again with a graph, as in activation checkpointing.
                     leaving = _hidden_of(calls[at](self.blocks.modules[at], hidden), hidden)
-                    if sequences is not None and by_sequence is not None:
-                        sequences.mark(
-                            len(by_sequence), hidden.device, partial(_weighted_backward, leaving, hidden, gradient)
-                        )
-                    (gradient,) = torch.autograd.grad(leaving, hidden, gradient)
+                    if gradient is None or not leaving.requires_grad:
+                        break
+                    if sequences is not None and number == len(hidden):
+                        sequences.mark(number, hidden.device, partial(_weighted_backward, leaving, hidden, gradient))
+                    (gradient,) = torch.autograd.grad(leaving, hidden, gradient, allow_unused=True)
+                    del leaving
                 self.advance(2)
         self.converted.end_step()
 
@@ -307,12 +340,17 @@ class BlockByBlock:
                 if [torch.is_autocast_enabled(device) for device in devices] != autocast:
                     raise NotFollowed("`run` begins autocast, which blocks that are called outside of it would miss")
                 entering.append(hidden)
+                if self._tensors:
+                    like.append(hidden)
+                    calls.append(call)
+                    return hidden
                 with self._loaded(0), self._on_paths(0, Variant(())), _unstubbed(self.blocks.modules[0], forwards[0]):
                     like.append(call(self.blocks.modules[0], hidden))
                 self.converted.end_step()
                 if not isinstance(like[0], Tensor | tuple):
                     raise NotFollowed(f"a block returns a {type(like[0]).__name__}")
                 _hidden_of(like[0], hidden)
+                self._tensors = isinstance(like[0], Tensor)
             else:
                 _refuse_handed_on(call, like[0])
             calls.append(call)
@@ -466,8 +504,8 @@ def set_tensor(module: nn.Module, key: str, values: Tensor, dtype: torch.dtype |
     values = values.to(device)
     if values.is_floating_point() and dtype is not None:
         values = values.to(dtype)
-    # A weight has to require a gradient for its operator to keep what wgrad reads.
-    setattr(module, key, nn.Parameter(values) if isinstance(getattr(module, key), nn.Parameter) else values)
+    parameter = isinstance(getattr(module, key), nn.Parameter)
+    setattr(module, key, nn.Parameter(values, requires_grad=False) if parameter else values)
 
 
 class BlockWeights:

@@ -82,7 +82,11 @@ class ForwardPasses:
         self.converted, self.model, self.rescues, self._run = converted, model, rescues, run
         self.blocks: BlockByBlock | None = None
         """Runs the model block by block; None: every pass is one of the whole model."""
-        self.weights = [operator.weight for operator in converted.operators]
+        weights = [operator.weight for operator in converted.operators]
+        # Weights that are read block by block get the dtype of the others.
+        here = [weight for weight in (*weights, *model.parameters()) if not weight.is_meta]
+        self.in_floats = all(weight.dtype in (torch.float32, torch.float64) for weight in here or weights)
+        """Whether the operators compute in float32."""
         self.called: set[str] = set()
         """Operators that were called in any batch."""
         self.without_gradient: set[str] = set()
@@ -106,7 +110,8 @@ class ForwardPasses:
             batch: the first batch, which shows how the model calls its blocks.
 
         Raises:
-            ValueError: the model cannot be followed, and its blocks have no weights otherwise.
+            NotFollowed: the model cannot be followed, and its blocks have no weights otherwise.
+            ValueError: `run` gives no logits.
         """
         try:
             blocks = BlockByBlock(self.converted, self.model, self._run, recipes=self.rescues, weights=weights)
@@ -125,7 +130,7 @@ class ForwardPasses:
         except NotFollowed as error:
             why = f"{type(self.model).__name__} cannot be run block by block: {error}"
             if weights is not None:
-                raise ValueError(f"weights: {why}; give the model its weights") from error
+                raise NotFollowed(f"{why}; its weights have to be in memory") from error
             warn(f"{why}; every operator is measured by passes of the whole model")
         else:
             blocks.advance = lambda calls: self.advance(calls / len(blocks.blocks.modules))
@@ -162,12 +167,26 @@ class ForwardPasses:
         return [name for name in names if name not in self.without_gradient]
 
     @torch.no_grad()
-    def forward(self, batch: Any, place: int, *, low: Collection[str] = ()) -> Output:
-        """Run a forward pass with the operators `low` in low precision, and all others on the recovery path."""
+    def forward(
+        self,
+        batch: Any,
+        place: int,
+        *,
+        low: Collection[str] = (),
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Output:
+        """Run a forward pass with the operators `low` in low precision, and all others on the recovery path.
+
+        `around` returns a context for the pass, or for each part of it.
+        """
+        if self.blocks is not None:
+            result = self.blocks.forward(batch, place, low, around)
+            return output_of(result, f"run of batch {place + 1}", trained=False)
         for operator in self.converted.operators:
             operator.switch(operator.operator_name not in low)
         torch.manual_seed(place)
-        output = self._output(batch, place, trained=False)
+        with around():
+            output = self._output(batch, place, trained=False)
         self.converted.end_step()
         self.advance(1)
         return output

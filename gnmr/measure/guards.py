@@ -115,6 +115,11 @@ def _graph(loss: Tensor) -> Iterator[Any]:
             ahead += [following for following, _ in node.next_functions]
 
 
+def leaves_of(result: Tensor) -> list[Tensor]:
+    """Return the leaves that a tensor depends on and that require a gradient."""
+    return [node.variable for node in _graph(result) if hasattr(node, "variable")]
+
+
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
     """Yield (name, number of NaN or Inf elements, number of all elements) of each parameter that has any."""
     for name, parameter in parameter_values(model):
@@ -135,22 +140,30 @@ def refuse_not_finite(
 
 
 @torch.no_grad()
-def refuse_constant(
-    loss: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor | None], where: str, of: str
-) -> None:
-    """Raise ValueError if no weight changes the loss: gradients are zeros or rounding errors.
+def reach_of(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return how far a change of each weight by its own norm, or by 1 if that is more, moves the loss, (n,) float32.
 
-    `of` says in the message which weights these are.
+    It is of the n weights with a gradient.
     """
     pairs = zip(gradients, weights, strict=True)
-    reached = [(g.coalesce().values() if g.is_sparse else g, w) for g, w in pairs if g is not None]
-    if not reached:
+    reached = [(g.coalesce().values() if g.is_sparse else gathered(g), values_of(w)) for g, w in pairs if g is not None]
+    norms = [g.float().norm() * (1 if w is None else w.float().norm().clamp(min=1)) for g, w in reached]
+    return torch.stack(norms) if norms else torch.empty(0)
+
+
+def refuse_constant(loss: Tensor, reach: Tensor, where: str, of: str) -> None:
+    """Raise ValueError if no weight changes the loss: gradients are zeros or rounding errors.
+
+    Args:
+        loss: the loss.
+        reach: how far the weights move it, see `reach_of`.
+        where: name of the loss in the message.
+        of: which weights these are.
+    """
+    if not len(reach):
         return
-    # How far a change as large as the weight (at least 1) moves the loss; below its last digit it moves nothing.
-    values = ((gathered(g), values_of(w)) for g, w in reached)
-    norms = [g.float().norm() * (1 if w is None else w.float().norm().clamp(min=1)) for g, w in values]
-    reach = torch.stack(norms).max()
+    # Below the loss's last digit a change moves nothing.
     value, constant = float(loss.detach()), torch.finfo(torch.float32).eps
     zero = f"every gradient that reaches {of} is 0, so the loss is constant"
     right = f"{zero}; does the batch have targets, and is every later layer nonzero?"
-    require(not float(reach) <= constant * abs(value), where, value, right)
+    require(not float(reach.max()) <= constant * abs(value), where, value, right)

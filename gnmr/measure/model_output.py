@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.nn import functional as F
 
 from gnmr.measure.guards import refuse_not_finite, scalar
-from gnmr.measure.kl import IGNORED, divergence, draw_labels, token_divergence
+from gnmr.measure.kl import IGNORED, ROWS, divergence, draw_labels, losses, token_divergence
 from gnmr.options import require
 
 _APART = 0.1
@@ -54,7 +52,9 @@ class Output:
             right = "is not finite; has a target a logit of -inf?"
         elif self.loss is None:
             assert self.logits is not None
-            value, right = float(self.logits.detach().float().logsumexp(-1).mean()), "has logits that are not finite"
+            slices = self.logits.detach().flatten(0, -2).split(ROWS)
+            value = float(torch.cat([rows.float().logsumexp(-1) for rows in slices]).mean())
+            right = "has logits that are not finite"
         refuse_not_finite(value, where, model, right)
 
     def with_terms(self, linears: Sequence[tuple[nn.Module, int, GradientEdge]]) -> Output:
@@ -130,10 +130,11 @@ class Output:
             if dim:  # sequence by sequence, so that the layout does not change the labels
                 logits, targets = logits.transpose(0, dim), None if targets is None else targets.transpose(0, dim)
             chosen = draw_labels(logits, generator, targets).transpose(0, dim)
-        losses = F.cross_entropy(self.logits.flatten(0, -2).float(), chosen.flatten(), reduction="none")
-        losses = losses.view(chosen.shape) / self.terms
-        by_sequence = losses.transpose(0, self.sequence_dim).flatten(1).sum(dim=1) if losses.dim() > 1 else losses
-        return scalar(losses.sum(), where), by_sequence
+        by_position = losses(self.logits.flatten(0, -2), chosen.flatten()).view(chosen.shape) / self.terms
+        by_sequence = by_position
+        if by_position.dim() > 1:
+            by_sequence = by_position.transpose(0, self.sequence_dim).flatten(1).sum(dim=1)
+        return scalar(by_position.sum(), where), by_sequence
 
     def kl_to(self, low: Output) -> np.ndarray | None:
         """Return (KL in nats, positions that count) of each sequence, (S, 2) float64; None without logits.
@@ -146,13 +147,13 @@ class Output:
             counts = torch.ones(self.logits.shape[:-1], dtype=torch.bool, device="cpu")
         else:
             counts = (self.targets != IGNORED).cpu()
-        log_p, low_logits, targets = self._log_p, low.logits, self.targets
+        high_logits, low_logits, targets = self.logits, low.logits, self.targets
         if self.sequence_dim:
-            log_p, low_logits, counts = (x.transpose(0, 1) for x in (log_p, low_logits, counts))
+            high_logits, low_logits, counts = (x.transpose(0, 1) for x in (high_logits, low_logits, counts))
             targets = None if targets is None else targets.transpose(0, 1)
         number = counts.flatten(1).sum(dim=1) if counts.dim() > 1 else counts.long()
         number = number[number > 0].double()
-        kl = divergence(log_p, low_logits, targets).cpu()
+        kl = divergence(high_logits, low_logits, targets).cpu()
         nats_and_number: np.ndarray = torch.stack([kl * number, number], dim=1).numpy()
         return nats_and_number
 
@@ -163,7 +164,7 @@ class Output:
         """
         if self.logits is None or low.logits is None:
             return None
-        kl, same_top = token_divergence(self._log_p, low.logits, self.targets)
+        kl, same_top = token_divergence(self.logits, low.logits, self.targets)
         nats_and_same: np.ndarray = torch.stack([kl, same_top.double()], dim=1).cpu().numpy()
         return nats_and_same
 
@@ -177,12 +178,6 @@ class Output:
         assert self.loss is not None
         rounding = 16 * torch.finfo(self.loss.dtype).eps * abs(self.loss_value)
         return max(0.0, abs(self.loss_value - other.loss_value) - rounding)
-
-    @cached_property
-    def _log_p(self) -> Tensor:
-        """Return log-probabilities (S, T, V) in float32, computed once for all comparisons."""
-        assert self.logits is not None
-        return F.log_softmax(self.logits.detach().float(), dim=-1)
 
 
 def output_of(result: Any, where: str, trained: bool = True) -> Output:
@@ -228,7 +223,7 @@ def output_of(result: Any, where: str, trained: bool = True) -> Output:
             in_vocabulary = bool(((targets >= 0) & (targets < logits.shape[-1]))[counts].all())
             right = f"must be below {logits.shape[-1]}, the width of the logits, or -100"
             require(in_vocabulary, where, "targets", right)
-            loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+            loss = losses(logits.flatten(0, -2), targets.flatten()).sum() / counts.sum()
     terms = 0
     if logits is not None:
         terms = logits.shape[:-1].numel() if targets is None else int((targets != IGNORED).sum())

@@ -7,10 +7,9 @@ path for the prices, and a forward pass with everything low for the KL. Everythi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import reduce
-from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,18 @@ from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Gemm
+from gnmr.measure.blocks import Variant
 from gnmr.measure.coverage import Counting
 from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
-from gnmr.measure.guards import refuse_constant, refuse_hidden, refuse_reentrant, refuse_transformed
-from gnmr.measure.model_output import Output
-from gnmr.measure.operand_errors import measure_errors
+from gnmr.measure.guards import (
+    leaves_of,
+    refuse_constant,
+    refuse_hidden,
+    refuse_reentrant,
+    refuse_transformed,
+    scalar,
+)
+from gnmr.measure.model_output import Output, output_of
 from gnmr.measure.price import PRICES, Sequences, measure_prices
 from gnmr.measure.unplanned import ALL_CACHES, UnplannedParts
 from gnmr.names import Pins
@@ -55,7 +61,11 @@ _PRICES = (
 
 
 class OperatorCalls:
-    """The calls of operators in one forward pass."""
+    """The calls of operators in one forward pass of a model whose parameters are frozen.
+
+    Prices need the gradient of each operator's output. So the graph begins at the embeddings, and at the input of an
+    operator that reads something else without a gradient; no weight has one.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -64,57 +74,48 @@ class OperatorCalls:
         """Operators that were called with at least one row."""
         self.graphs: set[str] = set()
         """Operators whose output had a graph."""
-        self._weights: dict[PathLinear, list[Tensor]] = {}
-        self._frozen: list[Tensor] = []
-        """Weights that did not require a gradient before their call."""
 
     def add(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
         """Record a call."""
-        name = operator.operator_name
         if in_backward():
             return
-        self.names.add(name)
+        self.names.add(operator.operator_name)
         if input.numel():
-            self.ran.add(name)
+            self.ran.add(operator.operator_name)
         if output.requires_grad:
-            self.graphs.add(name)
-            weights_read = self._weights.setdefault(operator, [])
-            if all(operator.weight is not weight for weight in weights_read):
-                weights_read.append(operator.weight)
+            self.graphs.add(operator.operator_name)
 
-    def before(self, operator: nn.Module, _inputs: Any) -> None:
-        """Have a weight that is not the operator's parameter require a gradient, be it made of frozen ones."""
-        assert isinstance(operator, PathLinear)
-        refuse_transformed(operator.operator_name)
-        weight = operator.weight
-        if weight.is_leaf and not weight.requires_grad and not weight.is_inference() and weight.is_floating_point():
-            self._frozen.append(weight.requires_grad_())
+    @contextmanager
+    def recorded(self, model: nn.Module, operators: Iterable[PathLinear]) -> Iterator[None]:
+        """Record the calls of `operators` inside, and begin graphs at their inputs and at embeddings."""
+        operators = [*operators]
+        watched = dict.fromkeys(operator.shared for operator in operators)
+        embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        with ExitStack() as stack:
+            for shared in watched:
+                shared.watch = self.add
+                stack.callback(setattr, shared, "watch", None)
+            for operator in operators:
+                stack.callback(operator.register_forward_pre_hook(_begin_graph_before).remove)
+            for embedding in embeddings:
+                stack.callback(embedding.register_forward_hook(_begin_graph_after).remove)
+            yield
 
-    def end(self) -> None:
-        """Restore these weights."""
-        for weight in self._frozen:
-            weight.requires_grad_(False)
 
-    def weights(self, operators: Iterable[PathLinear]) -> list[Tensor]:
-        """Return the weight that each operator read first, or that it has if it was not called."""
-        return [self._weights.get(operator, [operator.weight])[0] for operator in operators]
+def _begin_graph_before(operator: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Let the graph begin at the input of an operator."""
+    assert isinstance(operator, PathLinear)
+    refuse_transformed(operator.operator_name)
+    if not inputs or not torch.is_grad_enabled() or inputs[0].requires_grad or not inputs[0].is_floating_point():
+        return None
+    return inputs[0].detach().requires_grad_(), *inputs[1:]
 
-    def gradients(
-        self, loss: Tensor, operators: Sequence[PathLinear], unplanned: Sequence[Tensor] = ()
-    ) -> list[Tensor | None]:
-        """Return the gradient of each operator's weight; None if it has none.
 
-        A pre-hook (pruning, weight_norm) makes a new weight in every call; the gradient is the sum over these. The
-        backward pass reaches the weights `unplanned` too.
-        """
-        weights_read = [self._weights.get(operator, [operator.weight]) for operator in operators]
-        leaves = {id(weight): weight for weight in (*chain(*weights_read), *unplanned) if weight.requires_grad}
-        gradients = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()], allow_unused=True), strict=True))
-        sums: list[Tensor | None] = []
-        for weights in weights_read:
-            terms = [gradient for weight in weights if (gradient := gradients.get(id(weight))) is not None]
-            sums.append(reduce(torch.add, terms) if terms else None)
-        return sums
+def _begin_graph_after(_embedding: nn.Module, _inputs: Any, output: Tensor) -> Tensor | None:
+    """Let the graph begin at what an embedding gives, which the model may then change in place."""
+    if not torch.is_grad_enabled() or output.requires_grad or not output.is_floating_point():
+        return None
+    return output.detach().requires_grad_().clone()
 
 
 class ModelPasses(ForwardPasses):
@@ -142,8 +143,8 @@ class ModelPasses(ForwardPasses):
         """
         super().__init__(converted, model, run, progress, rescues=rescues)
         self.tokens, self._labels, self._terms, self._unplanned = tokens, labels, terms, unplanned
-        for weight in self.weights:
-            weight.requires_grad_()  # a frozen model has prices too
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)  # prices are of gradients of outputs
         for operator in converted.operators:  # scores come from what forward computes, without pins
             recovery = operator.recovery if operator.operator_name in with_recipes else converted.recovery
             assert isinstance(recovery, Recipe)
@@ -151,7 +152,9 @@ class ModelPasses(ForwardPasses):
         assert isinstance(converted.recovery, Recipe)
         exact = converted.recovery.fprop
         candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
-        self._meter = measure_prices(converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates)
+        self._meter = measure_prices(
+            converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates, frozen=True
+        )
         self._meter.sequences = self._sequences = Sequences()
         unplanned.find_sequences(self._sequences)
         self._sequence_dim = 0
@@ -162,8 +165,7 @@ class ModelPasses(ForwardPasses):
         """True if `run` computes a loss itself, so that its gradient alone says what counts."""
         self._without_softmax = False
         """True if this loss takes no softmax over the logits, so that these give no KL."""
-        self._probe = measure_errors(converted, ["mse"], tokens)
-        self._measuring(False)
+        self._meter.enabled = False
         self._draw = torch.Generator(converted.device).manual_seed(0)
         experts = {o for o in converted.operators if of_any_expert(o.operator_name) != o.operator_name}
         plain = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
@@ -171,6 +173,8 @@ class ModelPasses(ForwardPasses):
         """Linears that all tokens reach: the last of them on the way to the loss has a row per term."""
         self._reached: set[str] = set()
         """Operators whose output had a gradient in any batch."""
+        self._uncalled: list[Tensor] = []
+        """Weights that no call read in the first pass: a gradient shows whether the loss reads them otherwise."""
         self._first: Output | None = None
         """Output of batch 1 on the recovery path, before all measurements."""
         self._noise = SAME_NATS
@@ -178,18 +182,38 @@ class ModelPasses(ForwardPasses):
 
     # ---- forward ----
 
-    def forward(self, batch: Any, place: int, *, low: Collection[str] = (), low_part: str | None = None) -> Output:
+    def forward(
+        self,
+        batch: Any,
+        place: int,
+        *,
+        low: Collection[str] = (),
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        low_part: str | None = None,
+    ) -> Output:
         """Run a forward pass with the operators `low` and the part `low_part` in low precision."""
         with self._unplanned.running(low_part):
-            output = super().forward(batch, place, low=low)
+            output = super().forward(batch, place, low=low, around=around)
         return replace(output, sequence_dim=self._sequence_dim)
+
+    def outputs(
+        self,
+        batches: Sequence[Any],
+        variants: Mapping[str, Variant],
+        before: int = 0,
+        state: Path | None = None,
+        around_exact: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Iterator[tuple[int, str | None, Output]]:
+        """Yield (batch number, variant, output), see `ForwardPasses.outputs`."""
+        for number, name, output in super().outputs(batches, variants, before, state, around_exact):
+            yield number, name, replace(output, sequence_dim=self._sequence_dim)
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path, and find the positions that count."""
         if not self._counts_by_gradient:
             return self.forward(batch, place)
         self._recover()
-        with self._unplanned.running():
+        with self._unplanned.running(), self._recording():
             output = self._run_counted(batch, place).detached()
         self._sequences.begin()  # nothing of the graph is kept
         self.converted.end_step()
@@ -233,14 +257,18 @@ class ModelPasses(ForwardPasses):
         kls: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
         if not chosen:
             return kls
-        self.expect_more(len(batches) * (1 + len(chosen)))
-        for place, batch in enumerate(batches):
-            high = self.reference(batch, place)
-            for name, operator in chosen.items():
-                if operator is None:
-                    low = self.forward(batch, place, low_part=name)
-                else:
-                    low = self.forward(batch, place, low=[name])
+        variants = {name: Variant([name]) for name, operator in chosen.items() if operator is not None}
+        parts = [name for name, operator in chosen.items() if operator is None]
+        self.expect_more(self.passes_of(len(batches), variants) + len(batches) * len(parts))
+        high: Output | None = None
+        for number, variant, output in self.outputs(batches, variants):
+            if variant is None:
+                high = output
+                lows = [(part, self.forward(batches[number], number, low_part=part)) for part in parts]
+            else:
+                lows = [(variant, output)]
+            assert high is not None
+            for name, low in lows:
                 if (kl := high.kl_to(low)) is not None:
                     kls[name].append(kl)
         return kls
@@ -278,12 +306,13 @@ class ModelPasses(ForwardPasses):
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
             return torch.nextafter(output, torch.inf * sign)
 
-        with self._watching():
+        with self._recording() as calls:
             first = self.forward(batch, 0)
+        self._find_uncalled(calls)
         first.refuse_not_finite("run of batch 1", self.model)
         if first.logits is not None and first.loss is not None and first.targets is None:
             self._recover()
-            with torch.enable_grad(), self._unplanned.running(), self._sequences.passing():
+            with torch.enable_grad(), self._unplanned.running(), self._sequences.passing(), self._recording():
                 torch.manual_seed(0)
                 self._without_softmax = self._output(batch, 0).without_softmax
             self._sequences.begin()
@@ -315,28 +344,22 @@ class ModelPasses(ForwardPasses):
 
     def measure(self, batch: Any, place: int) -> BatchCosts:
         """Measure batch number `place` by a backward pass and a forward pass with everything low."""
-        meter, where, mark = self._meter, f"run of batch {place + 1}", self.converted.mark()
+        meter, mark = self._meter, self.converted.mark()
         drawn_before = self._draw.get_state()
-        # The backward pass on the recovery path, with the meter and the probe on.
+        # The backward pass on the recovery path, with the meter on.
         self._recover()
         meter.begin_step(place)
-        self._measuring(True)
+        meter.enabled = True
         try:
-            with self._unplanned.priced(place), self._watching() as calls:
+            with self._unplanned.priced(place), self._recording() as calls:
                 self._sequences.begin()
-                high = self._run_counted(batch, place)
-                high.refuse_not_finite(where, self.model)
-                objective, by_sequence = high.objective(self._labels, self._draw, where)
-                meter.loss_tokens = high.terms or None
-                if by_sequence is not None and self.tokens == 1:
-                    self._sequences.find(by_sequence)
-                gradients = self._gradients(objective, calls, where)
+                price = self._price if self.blocks is None else self._price_by_blocks
+                high, has_sequences = price(batch, place, calls)
         finally:
-            self._measuring(False)
+            meter.enabled = False
             self._sequences.begin()
-        if by_sequence is not None and self.tokens == 1 and self._try_other_dim(high):
+        if has_sequences and self._try_other_dim(high):
             meter.reset()
-            self._probe.reset()
             self._unplanned.take(1)
             self._draw.set_state(drawn_before)
             self.converted.end_step()
@@ -347,21 +370,21 @@ class ModelPasses(ForwardPasses):
         self._reached |= {name for name, number in zip(meter.operators, rows, strict=True) if number}
         self.without_gradient = (self.without_gradient | calls.ran) - self._reached
         terms = round(float(meter.terms))
-        norms = self._norms_of(gradients) if place < _NORMED_BATCHES or not drawn else None
-        del objective, gradients, by_sequence
-        high = high.detached()
-        if drawn and place < _NORMED_BATCHES:
-            norms = self._norms(batch, place, norms)
         unplanned = self._unplanned.take(terms)
         rescued = {name: self._rescued(price) for name, price in ESTIMATES.items()}
-        numbers = self._numbers(norms, place)
+        numbers = self._numbers(place)
+        # The gradient norms of the usual guess are of the data's labels, if there are any.
+        if drawn and place < _NORMED_BATCHES:
+            if high.loss is not None:
+                numbers["norm"] = self._norms(batch, place, numbers["norm"])
+        elif drawn:
+            numbers["norm"][:] = np.nan
         self.converted.end_step()
         self.converted.back_to(mark)  # all passes of a batch use the same delayed scales
         # The forward pass with everything low.
         counting = Counting(self.model, self.converted.operators)
-        with counting.all():
-            low = self.forward(batch, place, low=self.all_low)
-        self.advance(PASSES_PER_BATCH - 1)
+        low = self.forward(batch, place, low=self.all_low, around=counting.all)
+        self.advance(PASSES_PER_BATCH - (1 if self.blocks is None else 4))
         return BatchCosts(
             terms=terms,
             high=high.loss_value,
@@ -375,6 +398,41 @@ class ModelPasses(ForwardPasses):
             estimate="sequence" if drawn and self.tokens == 1 else "token",
             coverage=counting.coverage,
         )
+
+    def _price(self, batch: Any, place: int, calls: OperatorCalls) -> tuple[Output, bool]:
+        """Run the backward pass of a batch; return its output, and whether the objective has sequences."""
+        where = f"run of batch {place + 1}"
+        high = self._run_counted(batch, place)
+        objective, by_sequence = self._objective_of(high, where)
+        if by_sequence is not None:
+            self._sequences.find(by_sequence)
+        self._differentiate(objective, calls, where)
+        return high.detached(), by_sequence is not None
+
+    def _price_by_blocks(self, batch: Any, place: int, calls: OperatorCalls) -> tuple[Output, bool]:
+        """Run `_price` block by block."""
+        where, high = f"run of batch {place + 1}", list[Output]()
+        value, has_sequences = torch.zeros(()), False
+
+        def objective_of(result: Any) -> tuple[Tensor, Tensor | None]:
+            nonlocal value, has_sequences
+            output = replace(output_of(result, where), sequence_dim=self._sequence_dim)
+            objective, by_sequence = self._objective_of(output, where)
+            high.append(output.detached())
+            value, has_sequences = objective.detach(), by_sequence is not None
+            return objective, by_sequence
+
+        assert self.blocks is not None
+        self.blocks.backward(batch, place, objective_of, self._sequences)
+        self._refuse_unreached(value, self._meter.reach(), calls, where)
+        return high[0], has_sequences
+
+    def _objective_of(self, output: Output, where: str) -> tuple[Tensor, Tensor | None]:
+        """Return the scalar to differentiate, and its part of each sequence if prices by sequence are measured."""
+        output.refuse_not_finite(where, self.model)
+        objective, by_sequence = output.objective(self._labels, self._draw, where)
+        self._meter.loss_tokens = output.terms or None
+        return objective, by_sequence if self.tokens == 1 else None
 
     def _try_other_dim(self, output: Output) -> bool:
         """Try the second dimension of the logits as that of sequences, (T, S, V), if the first is not.
@@ -395,84 +453,92 @@ class ModelPasses(ForwardPasses):
         return True
 
     @contextmanager
-    def _watching(self) -> Iterator[OperatorCalls]:
-        """Record the calls of the operators inside."""
-        shared, calls = self.converted.shared, OperatorCalls()
-        shared.watch = calls.add
-        handles = [operator.register_forward_pre_hook(calls.before) for operator in self.converted.operators]
-        try:
+    def _recording(self) -> Iterator[OperatorCalls]:
+        """Record the calls of the operators inside, and begin their graphs."""
+        calls = OperatorCalls()
+        with calls.recorded(self.model, [*self.converted.operators, *self._unplanned.operators]):
             yield calls
-        finally:
-            shared.watch = None
-            for handle in handles:
-                handle.remove()
-            calls.end()
 
-    def _gradients(self, objective: Tensor, calls: OperatorCalls, where: str) -> list[Tensor | None]:
-        """Return the gradient of each weight. Raises ValueError if the objective does not depend on the weights."""
+    def _find_uncalled(self, calls: OperatorCalls) -> None:
+        """Find the weights that a pass did not read by a call, and have them require a gradient."""
+        if self.blocks is not None:
+            return
+        called = {id(o.weight) for o in self.converted.operators if o.operator_name in calls.names}
+        weights = {id(o.weight): o.weight for o in self.converted.operators if id(o.weight) not in called}
+        self._uncalled = [weight.requires_grad_() for weight in weights.values() if weight.is_floating_point()]
+
+    def _differentiate(self, objective: Tensor, calls: OperatorCalls, where: str) -> None:
+        """Run the backward pass of the objective. Raises ValueError if it does not depend on the weights."""
         refuse_reentrant(objective)
         refuse_hidden(objective, calls.ran - calls.graphs)
-        weights = calls.weights(self.converted.operators)
-        gradients = calls.gradients(objective, self.converted.operators, self._unplanned.weights)
+        # Gradients of what the graph begins with, and of the weights that no call reads.
+        leaves = leaves_of(objective)
+        gradients = torch.autograd.grad(objective, leaves, allow_unused=True)
+        read = {id(leaf): gradient for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
+        del gradients
+        called = {id(o.weight) for o in self.converted.operators if o.operator_name in calls.names}
+        uncalled = {id(weight): weight for weight in self._uncalled if id(weight) in read and id(weight) not in called}
+        reach = [self._meter.reach()]
+        for key, weight in uncalled.items():
+            norm = torch.linalg.vector_norm(read[key], dtype=torch.float64)
+            reach.append(norm[None] * torch.linalg.vector_norm(weight.detach(), dtype=torch.float64).clamp(min=1))
+        self._refuse_unreached(objective, torch.cat(reach), calls, where)
+        self.read |= {o.operator_name for o in self.converted.operators if id(o.weight) in uncalled}
+
+    def _refuse_unreached(self, objective: Tensor, reach: Tensor, calls: OperatorCalls, where: str) -> None:
+        """Raise ValueError if the objective does not depend on the weights (`refuse_constant`); record the calls."""
         right = "its loss does not depend on the linears of this model (or reentrant checkpointing hides that it does)"
         if calls.ran:
             right = "its linears run without gradient; have it run them outside of torch.no_grad() and without detach()"
-        require(any(gradient is not None for gradient in gradients), "run", "...", right)
-        refuse_constant(objective, weights, gradients, where, "its linears")
+        require(len(reach), "run", "...", right)
+        refuse_constant(objective, reach, where, "its linears")
         self.called |= calls.names
         self.graphs |= calls.graphs
-        weights_of_operators = [*zip(self.converted.operators, weights, gradients, strict=True)]
-        called = {id(weight) for operator, weight, _ in weights_of_operators if operator.operator_name in calls.names}
-        for operator, weight, gradient in weights_of_operators:
-            if gradient is not None and (operator.operator_name in calls.names or id(weight) not in called):
-                self.read.add(operator.operator_name)
-        return gradients
 
     def _rescued(self, price: str) -> np.ndarray:
         """Return one of the meter's prices of fprop on each rescue, (R, U)."""
-        nats = np.zeros((len(self.rescues), len(self.weights)))
+        nats = np.zeros((len(self.rescues), len(self.converted.operators)))
         for row, name in enumerate(self.rescues):
             if (candidate := f"rescue {name}") in self._meter.candidates:  # else it is the reference of all errors
                 nats[row] = self._meter.by_operator(candidate)[price].cpu().numpy()
         return nats
 
-    def _numbers(self, norms: Tensor | None, place: int) -> dict[str, np.ndarray]:
-        """Return the numbers of a batch from the meter and the probe, and reset both."""
+    def _numbers(self, place: int) -> dict[str, np.ndarray]:
+        """Return the numbers of a batch from the meter, and reset it."""
         prices = self._meter.by_operator()
-        tensors = {name: prices[name] for name in _PRICES} | {"mse": self._probe.read()["mse"]}
-        tensors["norm"] = torch.zeros_like(prices["fprop"]) if norms is None else norms
+        tensors = {name: prices[name] for name in (*_PRICES, "mse", "norm")}
         stacked: np.ndarray = torch.stack([*tensors.values()]).cpu().numpy()  # one wait for the device
         numbers = dict(zip(tensors, stacked, strict=True))
         self._meter.reset()
-        self._probe.reset()
         for name, values in numbers.items():
             if name != "fprop_sequence" and not np.isfinite(values).all():  # NaN if there are no sequences
                 first = self.converted.operators[int(np.flatnonzero(~np.isfinite(values))[0])].operator_name
                 raise ValueError(f"batch {place + 1}: what {first} reads, or its gradient, is not finite in 16 bits")
-        if norms is None:
-            numbers["norm"][:] = np.nan
         return numbers
 
-    def _norms(self, batch: Any, place: int, drawn: Tensor | None) -> Tensor | None:
+    def _norms(self, batch: Any, place: int, drawn: np.ndarray) -> np.ndarray:
         """Return the weights' gradient norms on the data's labels, (U,) float64; without such labels, `drawn`."""
         self.converted.end_step()
         self._recover()
         torch.manual_seed(place)
-        with self._watching() as calls:
-            loss = self._output(batch, place).loss
-            if loss is None or not loss.requires_grad:
-                return drawn
-            return self._norms_of(calls.gradients(loss, self.converted.operators))
-
-    def _norms_of(self, gradients: Iterable[Tensor | None]) -> Tensor:
-        zero = torch.zeros((), dtype=torch.float64, device=self.converted.device)
-        pairs = zip(self.converted.operators, gradients, strict=True)
-        norms = [zero if gradient is None else o.part(gradient).float().norm().double() for o, gradient in pairs]
-        return torch.stack(norms)
+        self._meter.enabled = self._meter.gradients_only = True
+        try:
+            if self.blocks is not None:
+                self.expect_more(3)  # one forward pass, and a backward pass that takes two
+                with self._recording():
+                    self.blocks.backward(batch, place, lambda result: (scalar(output_of(result, "").loss, ""), None))
+            else:
+                with self._recording():
+                    loss = self._output(batch, place).loss
+                if loss is None or not loss.requires_grad:
+                    return drawn
+                torch.autograd.grad(loss, leaves_of(loss), allow_unused=True)
+            norms: np.ndarray = self._meter.by_operator()["norm"].cpu().numpy()
+            return norms
+        finally:
+            self._meter.enabled = self._meter.gradients_only = False
+            self._meter.reset()
 
     def _recover(self) -> None:
         for operator in self.converted.operators:
             operator.switch(True)
-
-    def _measuring(self, on: bool) -> None:
-        self._meter.enabled = self._probe.enabled = on

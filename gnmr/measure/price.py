@@ -32,7 +32,8 @@ is on, whose fprop is priced by the same backward pass.
 
 `dgrad` and `wgrad` change the next step, not the current loss. Their price is the squared error of the gradient that
 they give, relative to that gradient, ||d||^2 / ||g||^2. Their bias is <g, d> / ||g||^2. Both have no unit. For dgrad, g
-is dy W; for wgrad, it is dy^T x of the measured tokens.
+is dy W; for wgrad, it is dy^T x of the measured tokens. So no price reads a weight's gradient as autograd makes it.
+With `frozen`, weights need none, and only what enters the first operators needs a gradient.
 
 T is `loss_tokens`, or else the number of nonzero rows in the gradient of the operator that was called last, experts
 aside: tokens without a target have no gradient there, and of a classifier only the rows that it reads have one. If this
@@ -58,7 +59,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gnmr.conversion.converted import ConvertedModel
 from gnmr.conversion.linear import PathLinear, autocast_dtype
@@ -69,6 +69,7 @@ from gnmr.formats.recipes import Cast, ExecutionPath, Recipe
 from gnmr.formats.scaling import TINY
 from gnmr.measure.absent_weights import is_offloaded
 from gnmr.measure.gemm_operands import PathOperands, broken_inputs, inputs_on, outliers, result_in, weight_of
+from gnmr.measure.guards import leaves_of
 from gnmr.measure.per_unit import ByUnit
 from gnmr.names import GEMMS
 
@@ -77,7 +78,11 @@ _FPROP = ("fprop", "fprop_sequence", "fprop_elements", "fprop_input", "fprop_wei
 """`fprop_input`, `fprop_weight`: the error of one operand alone."""
 _OF_PATH = (*_FPROP, "dgrad", "dgrad_bias", "wgrad", "wgrad_bias")
 """Sums of each path."""
-_SHARED = ("dgrad_square", "wgrad_square")
+_SHARED = ("square_error", "gradient_square", "dgrad_square", "wgrad_square")
+"""Sums of no path: of the low path's cast of the input, (x - Q(x))^2, and of gradients. The first two are of frozen
+models alone; `gradient_square` is of all tokens, not of the measured ones."""
+_OF_ALL_CALLS = ("fprop_sequence", "wgrad", "wgrad_square", "gradient_square")
+"""Errors that add up over the calls of an operator whatever their numbers of rows."""
 _CODES = 32
 """Powers of two that tell sequences apart in one backward pass: float32 and bfloat16 hold the products exactly."""
 _CODES_FP16 = 8
@@ -94,6 +99,7 @@ def measure_prices(
     *,
     against_recovery: bool = False,
     candidates: Mapping[str, Recipe] | None = None,
+    frozen: bool = False,
 ) -> PriceMeter:
     """Start measuring the prices `names` of every `tokens`-th token (see `PriceMeter`), replacing an earlier meter.
 
@@ -103,6 +109,8 @@ def measure_prices(
         tokens: one token in every `tokens` is measured.
         against_recovery: measure errors of the low path's fprop against the recovery path's result.
         candidates: recipes under names other than the paths', whose fprop is priced against the recovery path too.
+        frozen: the weights require no gradient, and nothing writes to an input before its backward pass. Inputs are
+            kept by reference and cast when they are measured; `mse` and the norms of gradients are measured too.
 
     `model.shared.prices = None` ends it. Raises ValueError if a name is unknown, if the stride is below 1, or if the
     model has no recovery path for a price of it.
@@ -111,7 +119,7 @@ def measure_prices(
     of_recovery = [name for name in names if name == "price" or name.endswith("recovery") or against_recovery]
     if of_recovery and model.recovery is None:
         raise ValueError(f"{', '.join(of_recovery)}: this model has no recovery path")
-    model.shared.prices = meter = PriceMeter(model, names, tokens, against_recovery, candidates)
+    model.shared.prices = meter = PriceMeter(model, names, tokens, against_recovery, candidates, frozen)
     return meter
 
 
@@ -128,6 +136,7 @@ class PriceMeter:
         tokens: int,
         against_recovery: bool = False,
         candidates: Mapping[str, Recipe] | None = None,
+        frozen: bool = False,
     ) -> None:
         """Prepare the sums; the arguments are those of `measure_prices`.
 
@@ -139,7 +148,9 @@ class PriceMeter:
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: the stride of the measured tokens must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
-        self._against_recovery = against_recovery
+        self._against_recovery, self._frozen = against_recovery, frozen
+        self.gradients_only = False
+        """With `frozen`: measure the norms of gradients and nothing else."""
         operators, units = model.operators, model.units
         self.loss_tokens: int | None = None
         """Tokens in the mean of a step's loss; None: they are counted in the gradients (see the module)."""
@@ -170,6 +181,8 @@ class PriceMeter:
         self._sums = torch.zeros(len(self._operators), len(self._columns), dtype=torch.float64, device=device)
         self.rows = [0] * len(self._operators)
         """Rows of each operator, including those that were not measured."""
+        self._weight_norms: dict[int, Tensor] = {}
+        """Norm of each measured weight by place, with `frozen`."""
         self._open: dict[int, _SummedCalls] = {}
         """Calls of operators that ran several times, by place, until the backward pass of all is measured."""
         self._calls = [0] * len(self._operators)
@@ -226,9 +239,10 @@ class PriceMeter:
         """Return {name: (num_operators,) float64} on the device, without waiting for it.
 
         The names are `fprop`, `fprop_sequence`, `fprop_elements`, `fprop_input` and `fprop_weight` in nats, `dgrad` and
-        `wgrad` (||d||^2/||g||^2), and their `_bias` (<g, d>/||g||^2). An operator that was not measured has 0; an
-        operator whose operands were not finite has NaN or Inf. `fprop_sequence` is NaN if tokens were left out, because
-        their products are unknown, or if rows of the operator belong to no single sequence.
+        `wgrad` (||d||^2/||g||^2), and their `_bias` (<g, d>/||g||^2). With `frozen`, `mse` is the mean of (x - Q(x))^2
+        of the low path's cast of the input, and `norm` is ||g|| of wgrad over all tokens. An operator that was not
+        measured has 0; an operator whose operands were not finite has NaN or Inf. `fprop_sequence` is NaN if tokens
+        were left out, because their products are unknown, or if rows of the operator belong to no single sequence.
 
         Args:
             path: low, recovery, or a candidate, which has only the names of fprop.
@@ -243,7 +257,23 @@ class PriceMeter:
             for name in (gemm, f"{gemm}_bias"):
                 square = sums[f"{gemm}_square"]
                 prices[name] = torch.where(square != 0, sums[name] / square, 0.0)
+        if self._frozen and path in PATHS:
+            elements = [rows * o.in_features for rows, o in zip(self.rows, self._operators, strict=True)]
+            prices["mse"] = sums["square_error"] / totals.new_tensor(elements).clamp(min=1)
+            prices["norm"] = sums["gradient_square"].sqrt()
         return prices
+
+    def reach(self) -> Tensor:
+        """Return how far the n measured weights move the loss, (n,) float64: see `guards.reach_of`.
+
+        They are measured with `frozen` alone.
+        """
+        norms = self.by_operator()["norm"]
+        measured = [place for place, rows in enumerate(self.rows) if rows]
+        if not measured:
+            return norms[:0]
+        weights = torch.stack([self._weight_norms[place] for place in measured])
+        return norms[measured] * weights.to(norms).clamp(min=1)
 
     def read(self, grad_scale: float = 1.0, summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
         """Return {name: (num_units,) float64} on the device, in the model's order, without waiting for it.
@@ -279,18 +309,13 @@ class PriceMeter:
             return
         # The operands of the forward GEMM on each path, for the measured tokens alone.
         dtype = autocast_dtype(input) or input.dtype
-        rows = input.detach().reshape(-1, input.shape[-1]).to(dtype)
+        count = input.numel() // input.shape[-1]
         paths = {name: path for name in self.paths if (path := getattr(operator, name)) is not None} | self.candidates
-        chosen = self._chosen(len(rows), paths.values(), rows.device)
-        inputs = {name: inputs_on(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
-        fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
-        if fault is not None and "low" in paths:
-            inputs["low"] = broken_inputs(operator, operator.low, fault, input, inputs["low"], chosen)
-        outlier_columns = {
-            name: columns_kept
-            for name, path in paths.items()
-            if isinstance(path, Recipe) and (columns_kept := outliers(path.fprop.input, rows)) is not None
-        }
+        chosen = self._chosen(count, paths.values(), input.device)
+        version = input._version if self._frozen else None
+        inputs: Callable[[], _Inputs] = partial(self._read, operator, paths, input.detach(), chosen, dtype, version)
+        if not self._frozen:  # the operator itself may keep less than its input
+            inputs = partial(lambda measured: measured, inputs())
         # Which rows belong together, and which call of the operator this is.
         length = input.shape[-2] if input.dim() > 2 else 1
         marks = [] if self.sequences is None else self.sequences.watch(output)
@@ -312,18 +337,44 @@ class PriceMeter:
             paths,
             weight_read,
             bias,
-            rows[chosen].float(),
             inputs,
-            outlier_columns,
             dtype,
             chosen,
-            len(rows),
+            count,
             length,
             marks,
             self._called,
             around,
         )
         output.register_hook(partial(self._backward, forward_pass))
+
+    def _read(
+        self,
+        operator: PathLinear,
+        paths: Mapping[str, ExecutionPath],
+        input: Tensor,
+        chosen: Tensor,
+        dtype: torch.dtype,
+        version: int | None,
+    ) -> _Inputs:
+        """Return the measured tokens of `input` (..., I), which must still have this version number (None: any)."""
+        if version is not None and input._version != version:
+            raise ValueError(
+                f"{operator.operator_name}: its input is changed in place before the backward pass, which needs it"
+            )
+        rows = input.reshape(-1, input.shape[-1]).to(dtype)
+        if self.gradients_only:
+            return _Inputs(rows, rows[:0], {}, {})
+        on_paths = {name: inputs_on(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
+        fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
+        if fault is not None and "low" in paths:
+            on_paths["low"] = broken_inputs(operator, operator.low, fault, input, on_paths["low"], chosen)
+        outlier_columns = {
+            name: columns_kept
+            for name, path in paths.items()
+            if isinstance(path, Recipe) and (columns_kept := outliers(path.fprop.input, rows)) is not None
+        }
+        return _Inputs(rows if self._frozen else rows[:0], rows[chosen].float(), on_paths, outlier_columns)
 
     def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
         """Return the indices of the measured tokens among `count`; tokens that share a scale stay together."""
@@ -343,26 +394,38 @@ class PriceMeter:
 
     def _measure(self, forward_pass: _Pass, grad: Tensor) -> None:
         """Add up one pass; `grad` (..., O) is the gradient of its output."""
-        operator, x = forward_pass.operator, forward_pass.x
-        place = self._place[operator.index]
+        operator, inputs = forward_pass.operator, forward_pass.inputs()
+        place, x = self._place[operator.index], inputs.x
         task = graph_task() if forward_pass.around is None else forward_pass.around
         grad_2d = grad.reshape(-1, grad.shape[-1]).to(forward_pass.dtype)
         self._count_terms(forward_pass, task, grad_2d)
+        if self.gradients_only:
+            self._add_call(forward_pass, task, {}, {("", "gradient_square"): grad_2d.float().t() @ inputs.rows.float()})
+            return
         # What is exact: dx = dy W, and the weight's gradient dy^T x.
         dy, weight = grad_2d[forward_pass.chosen].float(), weight_of(operator, forward_pass.dtype, forward_pass.weight)
         dx = dy @ weight
-        gradient = dy.t() @ x if "wgrad" in self.gemms and operator.weight.requires_grad else None
+        trained = operator.weight.is_floating_point() if self._frozen else operator.weight.requires_grad
+        gradient = dy.t() @ x if "wgrad" in self.gemms and trained else None
         sequence = self._sequence_of(forward_pass, grad)
         casts = {
             name: PathOperands(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
             for name, path in forward_pass.paths.items()
         }
         exact = _Operands(x, weight, None)
-        operands = {
-            name: _fprop_operands(forward_pass, name, operands_of, exact) for name, operands_of in casts.items()
-        }
+        operands = {name: _fprop_operands(inputs, name, operands_of, exact) for name, operands_of in casts.items()}
         squares: dict[tuple[str, str], Tensor] = {("", "dgrad_square"): _square(dx)}
         errors: dict[tuple[str, str], Tensor] = {} if gradient is None else {("", "wgrad_square"): gradient}
+        # The measured tokens stand for all, so sums of squares grow by this factor, and errors by its root.
+        scale = forward_pass.count / len(forward_pass.chosen)
+        if self._frozen:
+            if (x_low := inputs.on_paths.get("low", {}).get("fprop")) is not None:
+                squares["", "square_error"] = _inner(x - x_low, x - x_low)
+            if gradient is not None:
+                whole = gradient if scale == 1 else grad_2d.float().t() @ inputs.rows.float() / scale**0.5
+                errors["", "gradient_square"] = whole
+            if place not in self._weight_norms:
+                self._weight_norms[place] = torch.linalg.vector_norm(weight)
         for name, operands_of in casts.items():
             # fprop: the inner products of dy with the error of the output.
             high = operands.get("recovery", exact) if self._against_recovery and name != "recovery" else exact
@@ -379,11 +442,29 @@ class PriceMeter:
                 error = result_in(product, operands_of.of("dgrad").result) - dx
                 squares |= {(name, "dgrad"): _square(error), (name, "dgrad_bias"): _inner(dx, error)}
             # wgrad: d = Q(dy)^T Q(x) - dy^T x. It stays a matrix until all calls of the operator are added up.
-            if gradient is not None and "wgrad" in forward_pass.inputs[name]:
-                product = operands_of.grad_output("wgrad", 0).t() @ forward_pass.inputs[name]["wgrad"]
+            if gradient is not None and "wgrad" in inputs.on_paths[name]:
+                product = operands_of.grad_output("wgrad", 0).t() @ inputs.on_paths[name]["wgrad"]
                 errors[name, "wgrad"] = result_in(product, operands_of.of("wgrad").result) - gradient
-        # The measured tokens stand for all, so sums of squares grow by this factor, and errors by its root.
-        scale = forward_pass.count / len(forward_pass.chosen)
+        self._add_call(forward_pass, task, squares, errors, scale)
+
+    def _add_call(
+        self,
+        forward_pass: _Pass,
+        task: int,
+        squares: dict[tuple[str, str], Tensor],
+        errors: dict[tuple[str, str], Tensor],
+        scale: float = 1.0,
+    ) -> None:
+        """Add the sums of a call, and its errors or their squares, to those of its operator.
+
+        Args:
+            forward_pass: the call.
+            task: the backward pass.
+            squares: sums of squares by (path, name), which add up over calls.
+            errors: errors that are added up over calls before they are squared.
+            scale: the number of all tokens over that of the measured ones.
+        """
+        place = self._place[forward_pass.operator.index]
         self.rows[place] += forward_pass.count
         self._measured.add(place)
         if place in self._open and self._open[place].task != task:
@@ -396,7 +477,7 @@ class PriceMeter:
         calls = self._open.setdefault(place, _SummedCalls(task, {}))
         for key, error in errors.items():
             # Errors by token add up only between calls that have the same tokens.
-            rows = 0 if key[1] in ("fprop_sequence", "wgrad", "wgrad_square") else forward_pass.count
+            rows = 0 if key[1] in _OF_ALL_CALLS else forward_pass.count
             before = calls.errors.get((*key, rows))
             error = error * scale**0.5
             calls.errors[*key, rows] = error if before is None else before + error
@@ -452,7 +533,7 @@ class Sequences:
 
     A row belongs to the sequence whose loss its gradient comes from. `find` runs backward passes in which the loss of
     every sequence has a weight of its own, a power of two, so that it multiplies the gradient of each of its rows.
-    These gradients are computed without the gradients of weights. A sequence's number has digits of base `_CODES` (or
+    If weights are frozen, none of their gradients is computed. A sequence's number has digits of base `_CODES` (or
     `_CODES_FP16`), and each digit takes one pass.
     """
 
@@ -462,31 +543,31 @@ class Sequences:
         self._passing = False
         self._number = 0
         """Number of sequences; 0: unknown."""
-        self._edges: list[GradientEdge] = []
-        """Tensors whose rows are watched."""
+        self._watched = 0
+        """Number of tensors whose rows are watched."""
         self._codes = _CODES
 
     def begin(self) -> None:
         """Forget the pass before."""
-        self._number, self._codes = 0, _CODES
-        self._edges.clear()
+        self._number, self._codes, self._watched = 0, _CODES, 0
 
     def watch(self, output: Tensor) -> list[Tensor]:
         """Return a list for the sizes of the rows of this tensor's gradient in each pass of `find` (`_sizes`)."""
-        self._edges.append(get_gradient_edge(output))
+        self._watched += 1
         if output.dtype == torch.float16:
             self._codes = _CODES_FP16
         return []
 
     def find(self, losses: Tensor) -> None:
         """Run the backward passes of `losses` (S,), whose sum is the loss, and keep the graph."""
-        if not self._edges:
+        if not self._watched:
             return
+        leaves = leaves_of(losses)
         self.mark(
             len(losses),
             losses.device,
             lambda weights: torch.autograd.grad(
-                (losses * weights.to(losses)).sum(), self._edges, retain_graph=True, allow_unused=True
+                (losses * weights.to(losses)).sum(), leaves, retain_graph=True, allow_unused=True
             ),
         )
 
@@ -502,8 +583,7 @@ class Sequences:
                 codes = torch.arange(number, device=device) // self._codes**digit % self._codes
                 backward(torch.exp2(codes.float()))
         finally:
-            self._marking = False
-            self._edges.clear()
+            self._marking, self._watched = False, 0
 
     @property
     def _digits(self) -> int:
@@ -587,12 +667,8 @@ class _Pass:
     weight: Tensor | None
     """(O, I), if the pass was given one."""
     bias: Tensor | None
-    x: Tensor
-    """The measured tokens of the input, (n, I) float32."""
-    inputs: dict[str, dict[str, Tensor]]
-    """These tokens by path and GEMM as that reads them, float32."""
-    columns: dict[str, Tensor]
-    """By path, the columns of input and weight that fprop leaves in 16 bits (outliers), (I,) bool."""
+    inputs: Callable[[], _Inputs]
+    """Returns the measured tokens of the input."""
     dtype: torch.dtype
     """Dtype in which the GEMMs compute."""
     chosen: Tensor
@@ -607,6 +683,19 @@ class _Pass:
     """Number of the call among those of all operators."""
     around: int | None
     """The backward pass in which checkpointing repeated this pass, if it did."""
+
+
+class _Inputs(NamedTuple):
+    """The measured tokens of an operator's input."""
+
+    rows: Tensor
+    """All tokens, (T, I), in the dtype in which the GEMMs compute; none if weights are not frozen."""
+    x: Tensor
+    """The measured tokens, (n, I) float32."""
+    on_paths: dict[str, dict[str, Tensor]]
+    """These tokens by path and GEMM as that reads them, float32."""
+    columns: dict[str, Tensor]
+    """By path, the columns of input and weight that fprop leaves in 16 bits (outliers), (I,) bool."""
 
 
 class _Operands(NamedTuple):
@@ -635,11 +724,11 @@ def _group_rows(path: ExecutionPath) -> int:
     return max((cast.group(dim)[0] or 1 for cast, dim in casts if cast is not None), default=1)
 
 
-def _fprop_operands(forward_pass: _Pass, path: str, casts: PathOperands, exact: _Operands) -> _Operands:
+def _fprop_operands(inputs: _Inputs, path: str, casts: PathOperands, exact: _Operands) -> _Operands:
     """Return the operands of fprop on `path`: `exact` itself if nothing is cast."""
-    if (x := forward_pass.inputs[path].get("fprop")) is None:
+    if (x := inputs.on_paths[path].get("fprop")) is None:
         return exact
-    weight, columns = casts.weight("fprop"), forward_pass.columns.get(path)
+    weight, columns = casts.weight("fprop"), inputs.columns.get(path)
     if columns is not None and weight is not exact.weight:
         weight = torch.where(columns, exact.weight, weight)
     return _Operands(x, weight, casts.of("fprop").result)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from gnmr.conversion import ConvertedModel, PathSpec, convert
+from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.formats import Recipe
 from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import Cast, Gemm
@@ -64,17 +64,16 @@ class UnplannedParts:
             self.converted = convert(model, spec, include_heads=True)
             settle(self.converted, model)
             for operator in self.converted.operators:
-                operator.weight.requires_grad_()
                 assert isinstance(operator.low, Recipe)
                 operator.low = Recipe(operator.low.name, fprop=operator.low.fprop, dgrad=Gemm(), wgrad=Gemm())
-            self._meter = measure_prices(self.converted, ["price_fprop"], 1)
+            self._meter = measure_prices(self.converted, ["price_fprop"], 1, frozen=True)
             self._meter.enabled = False
         self.kv = KVCache(model, kv_cast) if "kv" in kinds else None
 
     @property
-    def weights(self) -> list[Tensor]:
-        """Return the weights of the linears, which backward must reach so that all are measured."""
-        return [] if self.converted is None else [operator.weight for operator in self.converted.operators]
+    def operators(self) -> list[PathLinear]:
+        """Return the linears, converted."""
+        return [] if self.converted is None else self.converted.operators
 
     def find_sequences(self, sequences: Sequences) -> None:
         """Let `sequences` find those of the rows of linears and caches."""
@@ -97,6 +96,8 @@ class UnplannedParts:
         with ExitStack() as stack:
             if self.kv is not None:
                 stack.enter_context(self.kv.running(alone))
+            for operator in self.operators:
+                stack.callback(operator.switch, True)
             yield
 
     @contextmanager

@@ -61,6 +61,8 @@ from gnmr.plan.pin_plan import PinPlan
 
 ALONE_BATCHES = 2
 """Number of batches on which the KL of single operators is measured."""
+MOST_HELD_OUT = 20
+"""Number of models, at most, whose KL is measured on held-out batches: plans, guesses, and the exact model."""
 
 
 def diagnose(
@@ -137,9 +139,9 @@ def diagnose(
         tokens: price one token in every `tokens`; above 1, there is no estimate by sequence.
         terms: returns the number of terms in the mean loss of a batch, if `run` returns a loss alone. None: it is
             counted in the gradient of the linear that is called last, where positions without a target have none.
-        weights: with measure="all", returns the tensor of a parameter or buffer by its name. It is for a model whose
-            blocks have their parameters on the meta device; they are then read one after the other. A checkpoint's
-            folder is for a model that has none of its weights.
+        weights: returns the tensor of a parameter or buffer by its name. It is for a model whose blocks have their
+            parameters on the meta device; they are then read one after the other. `run` gives logits, or these and
+            targets. A checkpoint's folder is for a model that has none of its weights.
         state: with measure="all", a folder in which the measurement keeps its state, and goes on from there if it is
             interrupted. It is for one model and one set of arguments.
         progress: see `Progress`.
@@ -159,7 +161,7 @@ def diagnose(
     if measure == "all":
         require(not include, "include", ",".join(include), "is estimated; leave it out, or measure=all")
     else:
-        require(weights is None and state is None, "weights, state", "...", "are for measure='all'")
+        require(state is None, "state", f"{state}", "is for measure='all'")
     _check_model(model, stored=weights is not None)
     paths = compared_paths(
         recipe=recipe,
@@ -202,6 +204,10 @@ def diagnose(
             passes = ModelPasses(
                 **common, unplanned=unplanned, tokens=tokens, labels=labels, terms=terms, with_recipes=sides
             )
+            if weights is not None:
+                batches = [*batches]
+                require(batches, "batches", 0, "needs two at least, for the spread between them")
+                passes.follow_blocks(read, batches[0])
         measurement = _Measurement(
             passes=passes,
             paths=paths,
@@ -434,8 +440,9 @@ class _Measurement:
         if self.gate is not None:
             assert limit is not None
             right = f"is below what rounding of this model makes, {limit:.2g} nats; use a larger one"
-            plain = all(weight.dtype in (torch.float32, torch.float64) for weight in self.passes.weights)
-            require(self.gate > limit, "gate", self.gate, right + ("" if plain else ", or a model in float32"))
+            if not self.passes.in_floats:
+                right += ", or a model in float32"
+            require(self.gate > limit, "gate", self.gate, right)
         return limit
 
     def _measured_batches(self, passes: ModelPasses, batches: Iterable[Any]) -> list[BatchCosts]:

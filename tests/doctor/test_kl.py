@@ -481,7 +481,8 @@ def test_what_run_may_return() -> None:
     few: Any = {"confirm": 2, "held_out": ()}
     plain, targets, output = (diagnosed(model, run=run, **few) for run in (model, with_targets, Result))
     assert plain.measured.kl == targets.measured.kl == output.measured.kl
-    assert targets.measured.cost == pytest.approx(output.measured.cost)
+    # A difference of two losses of about 3 nats, which are added up in another order.
+    assert targets.measured.cost == pytest.approx(output.measured.cost, abs=1e-6)
     data = diagnosed(model, run=with_targets, labels="data", **few)
     assert data.estimate == "token" and data.measured.kl == plain.measured.kl
     with pytest.raises(ValueError, match=r"^run of batch 1=logits: has no loss"):

@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_shape_than_its_config_is_refused(checkpoint: Pa
     [
         ({"measure": "some"}, "measure=some"),
         ({"measure": "all", "include": ["head"]}, "include=head: is estimated"),
-        ({"state": Path("x")}, "are for measure='all'"),
+        ({"state": Path("x")}, "is for measure='all'"),
     ],
 )
 def test_options_that_exclude_each_other(options: dict[str, Any], message: str, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import gnmr
 from gnmr.console import for_tables, next_lines, print_plain, say, showing, shown_command
-from gnmr.errors import UserError, as_user_error, printable, writing
+from gnmr.errors import UserError, as_user_error, printable, warn, writing
 from gnmr.lab.cli.parser import Parser, names_of, number, one_of, optional, path, recipe_of, text, whole
 from gnmr.lab.cli.subject import add_options, asked_of, blocks_for, memory_bound, paths_of, recipe_from
 from gnmr.names import BESIDE, KV_CAST
@@ -139,17 +139,14 @@ def main(argv: list[str]) -> int:
     from gnmr.lab.evaluation.subjects import load_subject
     from gnmr.lab.models.kinds import CAUSAL, MASKED
     from gnmr.lab.train.memory import refuse_blocks
+    from gnmr.measure.blocks import NotFollowed
+    from gnmr.plan.diagnose import ALONE_BATCHES, MOST_HELD_OUT
 
     tokens = (options.batch_size or max(1, TOKENS // 2 // (options.block or LONGEST))) * (options.block or LONGEST)
+    loading: dict[str, Any] = {"device": options.device, "gradients": False, "tokens": tokens}
+    loading["floats"] = options.dtype == "float32"
     with memory_bound(_LOADING):
-        subject = load_subject(
-            place,
-            device=options.device,
-            gradients=options.measure == "estimate",
-            floats=options.dtype == "float32",
-            tokens=tokens,
-            by_blocks=options.measure == "all",
-        )
+        subject = load_subject(place, by_blocks=True, **loading)
     if "kv" in options.include and subject.kind is MASKED:
         raise UserError(f"include=kv: {place} is an encoder, which keeps no keys and values for a next token")
     options.batches = options.batches or (16 if config is not None else 8)
@@ -162,14 +159,30 @@ def main(argv: list[str]) -> int:
     if subject.weights is not None:
         with as_user_error():
             operators = len(operator_shapes(subject.model, paths.spec))
-        alone_on = paths.most_measured_alone()
-        say(refuse_blocks(subject.model, blocks.batches, subject.device, operators, alone_on), by_words=True)
+        alone = min(operators, 2 * options.confirm) + 1
+        line = refuse_blocks(
+            subject.model,
+            blocks.batches,
+            subject.device,
+            operators,
+            recipes=paths.most_measured_alone() if options.measure == "all" else 0,
+            side_by_side=[(alone, blocks.batches[:ALONE_BATCHES]), (MOST_HELD_OUT, blocks.held_out)],
+        )
+        say(line, by_words=True)
     # Measure, write, show.
     began = time.perf_counter()
     state = None
     if options.out is not None and options.measure == "all":
         state = _state_folder(options.out, (argv, path_options), place, subject, blocks)
-    diagnosis = _diagnosed(subject, blocks, options, path_options, state)
+    try:
+        diagnosis = _diagnosed(subject, blocks, options, path_options, state)
+    except UserError as error:
+        if not isinstance(error.__cause__, NotFollowed):
+            raise
+        warn(f"{error}, and the whole model is loaded")
+        with memory_bound(_LOADING):
+            subject = load_subject(place, **loading)
+        diagnosis = _diagnosed(subject, blocks, options, path_options, state)
     origin = _origin(subject, options, blocks, shlex.join(["gnmr", "diagnose", *argv]), time.perf_counter() - began)
     lines: list[str] = []
     try:

@@ -30,6 +30,8 @@ from gnmr.measure.blocks import named_blocks
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _IMPORTS, _PER_INPUT, _PER_LOGIT = 400_000_000, 23, 36
 """Bytes of a diagnosis: of the libraries, and per token of an input of a linear and of a logit (measured on a CPU)."""
+_CASTS, _ACTIVATIONS = 8, 6
+"""Casts of the largest matrix, and copies of each input of a matrix, that stand while a block is measured."""
 _BYTES = 257
 """Vocabulary size of a byte-level BPE without merges."""
 
@@ -174,16 +176,23 @@ def refuse_checkpoint(
 
 
 def refuse_blocks(
-    model: nn.Module, batches: Sequence[Batch], device: torch.device, operators: int, recipes: int
+    model: nn.Module,
+    batches: Sequence[Batch],
+    device: torch.device,
+    operators: int,
+    *,
+    recipes: int,
+    side_by_side: Sequence[tuple[int, Sequence[Batch]]] = (),
 ) -> str:
-    """Return one line that says what a measurement block by block holds in memory and how long it is.
+    """Return one line that says what a diagnosis block by block holds in memory, and how long measuring is.
 
     Args:
         model: the model, whose blocks are on the meta device.
-        batches: the batches, whose hidden states stay in memory.
+        batches: the batches, whose hidden states stay in memory if every operator is measured alone.
         device: where the blocks run.
-        operators: number of operators that are measured.
-        recipes: number of recipes on which each is measured alone.
+        operators: number of operators.
+        recipes: number of recipes on which each is measured alone; 0: they are estimated.
+        side_by_side: for an estimate, the number of models that go through the blocks together, and their batches.
 
     Raises:
         UserError: this is more memory than there is.
@@ -191,27 +200,42 @@ def refuse_blocks(
     size = next(parameter.element_size() for parameter in model.parameters() if not parameter.is_meta)
     _, blocks = named_blocks(model)
     of_block = max(sum(p.numel() for p in block.parameters()) for block in blocks)
-    copies = operators * recipes + 1  # one has everything low
     around = sum(p.numel() for p in model.parameters() if not p.is_meta)
     config: Any = model.config
-    tokens = sum(batch.tokens.numel() for batch in batches)
-    hidden, vocabulary = tokens * config.get_text_config().hidden_size, len(model.get_input_embeddings().weight)  # type: ignore[operator]
-    logits = 3 * max(batch.tokens.numel() for batch in batches) * vocabulary
-    # A block, the read tensor and one cast of it beside, and the exact hidden states with all copies of them.
-    total = _IMPORTS + size * (around + 2 * of_block + hidden * (copies + 1)) + 4 * logits
+    width, vocabulary = config.get_text_config().hidden_size, len(model.get_input_embeddings().weight)  # type: ignore[operator]
+    most = max(batch.tokens.numel() for batch in batches)
+    # Numbers of hidden states, and what is measured in a block: the activations of its operators, and casts of weights.
+    in_block = 0
+    if recipes:
+        hidden = (operators * recipes + 2) * _tokens_of(batches)
+    else:
+        hidden = max(len(blocks) * most, *(models * _tokens_of(some) for models, some in side_by_side))
+        matrices = [p.shape[-2:].numel() for block in blocks for p in block.parameters() if p.dim() > 1]
+        inputs = sum(p.shape[-1] for p in blocks[0].parameters() if p.dim() > 1)
+        in_block = _CASTS * max(matrices) + _ACTIVATIONS * most * inputs
+    # A block and the tensor that is read next; logits, others or their gradient, and a slice of them.
+    total = _IMPORTS + size * (around + 2 * of_block + hidden * width) + 4 * (in_block + 3 * most * vocabulary)
     there, has = _memory_of(device)
     if total > there:
+        what = "measure=all" if recipes else "diagnose"
+        fewer = "fewer batches= or a smaller batch_size=" if recipes else "a smaller batch_size=, block= or confirm="
         raise UserError(
-            f"measure=all: cannot fit into memory: about {total / 1e9:,.3g} GB, of it "
-            f"{size * hidden * copies / 1e9:,.3g} GB for the hidden states of {tokens:,} tokens, and {has} "
-            f"{there / 1e9:,.3g} GB; use fewer batches= or a smaller batch_size="
+            f"{what}: cannot fit into memory: about {total / 1e9:,.3g} GB, of it {size * around / 1e9:,.3g} GB for the "
+            f"embedding and the head and {size * hidden * width / 1e9:,.3g} GB for hidden states, and {has} "
+            f"{there / 1e9:,.3g} GB; use {fewer}"
         )
+    if not recipes:
+        return f"estimating {operators} operators, {len(blocks)} blocks one after the other: {total / 1e9:,.3g} GB"
     passes = len(batches) * (2 + operators * recipes / 2)
     on = f" on {recipes} recipes" if recipes > 1 else ""
     return (
         f"measuring {operators} operators alone{on}, {len(blocks)} blocks one after the other: the time of about "
         f"{passes:,.0f} forward passes of a batch, and {total / 1e9:,.3g} GB"
     )
+
+
+def _tokens_of(batches: Sequence[Batch]) -> int:
+    return sum(batch.tokens.numel() for batch in batches)
 
 
 def out_of_memory(error: BaseException) -> bool:
