@@ -29,12 +29,11 @@ from gnmr.plan.knapsack import choose
 RESULTS = Path(__file__).resolve().parent / "results"
 SCORES = {
     "by sequence": "drawn, by sequence",
-    "by token": "drawn, by token",
     "by element": "drawn, by element",
     "gradient norm": "gradient norm",
     "MSE of input": "mse",
 }
-"""Names of the scores here and in the records of `price.py`. The first two are the price."""
+"""Names of the scores here and in the records of `price.py`. The first is the price."""
 SAMPLES = 2000
 BUDGET = 0.3
 """Extra time of fprop that the plans of `oracle` and `forks` may take: three tenths of the operators' area in MXFP8."""
