@@ -22,6 +22,15 @@ from pathlib import Path
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "llama-1.3b": {
+        "vocab_size": 32_000,
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "tie_word_embeddings": False,
+    },
     "llama-1b": {
         "vocab_size": 128_256,
         "hidden_size": 2048,
@@ -41,11 +50,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Shapes of Llama-3.2-1B and of Llama-3.1-8B."""
+"""Shapes of the LLaMA of 1.3 B that papers train, of Llama-3.2-1B and of Llama-3.1-8B."""
 STANDARD_DEVIATION = 0.02
 
 
-def make(shape: str, folder: Path, tokenizer: Path) -> None:
+def make(shape: str, folder: Path, tokenizer: Path | None = None) -> None:
     """Write a checkpoint with random weights, file by file."""
     import torch
     from accelerate import init_empty_weights
@@ -57,7 +66,7 @@ def make(shape: str, folder: Path, tokenizer: Path) -> None:
         model: Any = AutoModelForCausalLM.from_config(config)
     folder.mkdir(parents=True)
     model.config.save_pretrained(folder)
-    for file in tokenizer.glob("tokenizer*"):
+    for file in tokenizer.glob("tokenizer*") if tokenizer else ():
         shutil.copy(file, folder / file.name)
     files: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -12,6 +12,8 @@ the other parts still run. Words without a dash are overrides of the config, as 
     compiled     BF16 and FP8 under `torch.compile`
     controller   a step without controller, with monitoring and with the signal of GNMR
     train        200 steps of `gnmr train`
+    diagnose     1.3 B parameters, random: the price of every operator from weights on disk, every operator measured,
+                 and operator by operator with the whole model in memory (brute force, of a few operators)
 
 A row has `refused` where this hardware or our backend has no such product. The exit status is 1 if a part failed or a
 result is worse than `least`. `--device cpu` runs the same code on a CPU, for tests.
@@ -26,34 +28,47 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
+import any_size
 from gnmr.conversion import PathSpec, convert
 from gnmr.formats import FORMATS, RECIPES
 from gnmr.formats.cast import quantize
 from gnmr.formats.scaling import compress, decompress
+from gnmr.lab.models.stored import open_stored
+from gnmr.measure.kl import divergence
+from gnmr.plan.diagnose import diagnose
 from step import HARDWARE
-from timing import write
+from timing import clock_of, write
 
 STEP = str(Path(__file__).with_name("step.py"))
 SPEED, CONTROLLER = r"^(bf16|fp8_hybrid|mxfp8|int8|int4)$|scaled_mm", "^(no controller|monitoring|gnmr_delta)$"
 TRAINED = ("training.steps=200", "training.eval_sequences=128", "records.wandb=off", "records.live=off")
 PARTS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "correctness": (60, (__file__, "{out}", "--here")),
-    "speed": (110, (STEP, "{out}", "--only", "paths", "--arms", SPEED, "--rounds", "5")),
-    "compiled": (160, (STEP, "{out}", "--only", "compiled", "--rounds", "7")),
+    "correctness": (60, (__file__, "{out}", "--here", "correctness")),
+    "speed": (100, (STEP, "{out}", "--only", "paths", "--arms", SPEED, "--rounds", "5")),
+    "compiled": (150, (STEP, "{out}", "--only", "compiled", "--rounds", "7")),
     "controller": (80, (STEP, "{out}", "--only", "controller", "--arms", CONTROLLER, "--rounds", "11")),
-    "train": (130, ("-m", "gnmr", "train", "run_dir={out}", *TRAINED)),
+    "train": (110, ("-m", "gnmr", "train", "run_dir={out}", *TRAINED)),
+    "diagnose": (100, (__file__, "{out}", "--here", "diagnose")),
 }
 """Part: its limit in seconds, and what Python runs."""
 ROTATED, DECIBELS = 0.999, 40.0
 """The least share of equal elements behind an FP32 Hadamard rotation, whose sums have another order on a GPU, and the
 least SQNR of FP8 GEMMs. One H200 had 49 dB."""
+DIAGNOSED, SEQUENCES, TOKENS = "llama-1.3b", 8, 128
+"""The model of `diagnose`, the sequences of its estimate, and their tokens. It is measured on one sequence."""
+MOST_BYTES = 9 * 2**30
+"""Device memory that either way of diagnosing may take."""
+BRUTE_FORCE = 8
+"""Operators that brute force measures; the time of all is extrapolated."""
 
 
 def sample(dtype: torch.dtype) -> Tensor:
@@ -137,12 +152,72 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+def diagnosed(device: torch.device) -> list[dict[str, Any]]:
+    """Return time and peak memory of the two ways to diagnose a model from its files, and of brute force."""
+    tokens = torch.randint(1000, (SEQUENCES, 1, TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    rows: list[dict[str, Any]] = []
+
+    def add(arm: str, work: Callable[[], int]) -> None:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        clock = clock_of(device)
+        began = clock()
+        operators = work()
+        row: dict[str, Any] = {"part": "diagnose", "arm": arm, "operators": operators}
+        row |= {"wall_s": clock() - began, "peak_bytes": None}
+        if device.type == "cuda":
+            row["peak_bytes"] = torch.cuda.max_memory_allocated()
+            if arm != "brute force" and row["peak_bytes"] > MOST_BYTES:
+                row["failed"] = f"takes {row['peak_bytes'] / 2**30:.3g} GiB, more than {MOST_BYTES / 2**30:.3g}"
+        rows.append(row)
+
+    with tempfile.TemporaryDirectory(prefix="gnmr-gpu-") as folder:
+        any_size.make(DIAGNOSED, checkpoint := Path(folder, "checkpoint"))
+
+        def from_files(measure: str, batches: Tensor) -> int:
+            model, weights = open_stored(str(checkpoint), torch.float32, device)
+            diagnosis = diagnose(
+                model,
+                lambda x: model(x).logits,
+                batches,
+                recipe="nvfp4",
+                rescue="bf16",
+                measure=measure,
+                confirm=0,
+                weights=weights.read,
+            )
+            return len(diagnosis.operators)
+
+        def one_after_the_other() -> int:
+            model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device).eval()
+            converted = convert(model, PathSpec.of("nvfp4", "bf16", backend="simulated"), shown=False)
+            with torch.no_grad():
+                for operator in converted.operators:
+                    operator.switch(True)
+                log_p = model(tokens[0]).logits.log_softmax(-1)
+                for operator in converted.operators[:BRUTE_FORCE]:
+                    operator.switch(False)
+                    divergence(log_p, model(tokens[0]).logits)
+                    operator.switch(True)
+            return min(BRUTE_FORCE, len(converted.operators))
+
+        add("estimate", lambda: from_files("estimate", tokens))
+        add("measured", lambda: from_files("all", tokens[:1]))
+        add("brute force", one_after_the_other)
+    return rows
+
+
+HERE = {"correctness": correctness, "diagnose": diagnosed}
+"""Parts that are functions of this script."""
+
+
 def run(part: str, words: list[str], device: str) -> list[dict[str, Any]]:
     """Return the rows of a part, run in its own process; one row with `failed` if it crashes or exceeds its limit."""
     limit, command = PARTS[part]
     with tempfile.TemporaryDirectory(prefix="gnmr-gpu-") as folder:
         out, log = Path(folder, "out"), Path(folder, "log")
-        own = ["--device", device] if part == "correctness" else [f"training.device={device}", *words]
+        own = ["--device", device] if part in HERE else [f"training.device={device}", *words]
         with log.open("w") as file:
             argv = [sys.executable, *(word.format(out=out) for word in command), *own]
             process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -172,6 +247,9 @@ def figure(row: dict[str, Any]) -> str:
     if row["part"] == "correctness":
         verdict = f"DIFFERS in {', '.join(row['below'])}" if row["below"] else "ok"
         return f"{verdict}: smallest of {row['compared']} is {row['smallest']:.6g}, least {row['least']:.6g}"
+    if row["part"] == "diagnose":
+        memory = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / 2**30:.3g} GiB"
+        return f"{row['operators']} operators in {row['wall_s']:.3g} s{memory}"
     if row["part"] == "train":
         speed = f"{row['step_time_median_s']:.4g} s a step, {row['tokens_per_s']:.5g} tokens/s"
         return f"validation loss {row['final_val_loss']}, {speed}"
@@ -188,12 +266,12 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="overrides of the config, as for gnmr train")
     parser.add_argument("--only", choices=PARTS, action="append", help="a part, or several; without it all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--here", action="store_true", help="run the checks of correctness in this process")
+    parser.add_argument("--here", choices=HERE, help="run this part in this process")
     asked = parser.parse_intermixed_args()
     if asked.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no CUDA device; run this on a machine with one")
     if asked.here:
-        write(asked.out, correctness(torch.device(asked.device)))
+        write(asked.out, HERE[asked.here](torch.device(asked.device)))
         return
     rows = []
     for part in asked.only or PARTS:

@@ -178,6 +178,17 @@ def test_parts_of_gpu(tiny_words: list[str], tmp_path: Path, call: Call) -> None
     assert rows[-1]["steps"] == 3 and all(gpu.figure(row) for row in rows)
 
 
+@pytest.mark.slow
+def test_the_ways_to_diagnose_take_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = gpu.any_size.SHAPES[gpu.DIAGNOSED] | small | {"num_key_value_heads": 2, "vocab_size": 1000}
+    monkeypatch.setitem(gpu.any_size.SHAPES, gpu.DIAGNOSED, shape)
+    rows = {row["arm"]: row for row in gpu.diagnosed(torch.device("cpu"))}
+    counted = {arm: row["operators"] for arm, row in rows.items()}
+    assert counted == {"estimate": 14, "measured": 14, "brute force": gpu.BRUTE_FORCE}
+    assert all(row["wall_s"] > 0 and "operators in" in gpu.figure(row) for row in rows.values())
+
+
 # ---- divergence ----
 
 
