@@ -35,9 +35,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gnmr.conversion.passes import in_backward
+from gnmr.conversion.reads import is_sharded
 from gnmr.errors import first_few
 from gnmr.formats.cast import rotated
 from gnmr.formats.recipes import HADAMARD
+from gnmr.measure.absent_weights import gathered
 from gnmr.measure.guards import refuse_transformed
 from gnmr.measure.in_force import CONTRACTS, Grain, Operator, values_of
 
@@ -390,7 +392,8 @@ class Watch(TorchDispatchMode):
         with _aside():
             begun: _OperatorPass | None = None
             if isinstance(x, Tensor) and x.numel() and not in_backward():
-                begun = _OperatorPass(operator, x.detach().reshape(-1, x.shape[-1]), operator.raw_weight, x.grad_fn)
+                rows = gathered(x.detach()).reshape(-1, x.shape[-1])
+                begun = _OperatorPass(operator, rows, operator.raw_weight, x.grad_fn)
             self._running.append(begun)
 
     def after(self, output: Any) -> None:
@@ -406,7 +409,7 @@ class Watch(TorchDispatchMode):
                 ended.candidates.clear()
                 ended.measured |= {"fprop", "dgrad"}  # codes, whose sums are scaled
             operands = self._decide(ended, "fprop")
-            judged = self._output(ended, output.detach().reshape(-1, output.shape[-1]), operands)
+            judged = self._output(ended, gathered(output.detach()).reshape(-1, output.shape[-1]), operands)
         # dgrad and wgrad run in the autograd nodes of this call, in the order of backward; the hooks say when.
         if judged and output.requires_grad:
             output.register_hook(lambda grad: self._gradient(ended, grad))
@@ -426,7 +429,7 @@ class Watch(TorchDispatchMode):
     def _gradient(self, ended: _OperatorPass, grad: Tensor) -> None:
         self._report()
         with _aside():
-            ended.grad = grad.detach().reshape(-1, grad.shape[-1])
+            ended.grad = gathered(grad.detach()).reshape(-1, grad.shape[-1])
 
     def finish(self) -> None:
         """Measure the products that resembled a GEMM most, where none was certain."""
@@ -527,7 +530,9 @@ def watching(operators: Sequence[Operator], progress: Callable[[int], None]) -> 
     with ExitStack() as stack:
         for module in by_module:
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+            # Tensor parallelism takes this process's part of the output in a hook of its own.
+            first = isinstance(module, nn.Linear) and is_sharded(module.weight)
+            stack.callback(module.register_forward_hook(after, always_call=True, prepend=first).remove)
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         with watch:
             yield watch

@@ -47,27 +47,26 @@ def has_absent_weights(model: nn.Module) -> bool:
     return any(map(is_offloaded, model.modules())) or any(map(is_sharded, model.parameters()))
 
 
-def refuse_unreadable(model: nn.Module, stored: bool = False) -> None:
-    """Raise ValueError if weights are neither in memory nor brought by accelerate or FSDP2.
-
-    Args:
-        model: the model.
-        stored: True if parameters on the meta device are read from elsewhere.
-    """
+def refuse_unreadable(model: nn.Module) -> None:
+    """Raise ValueError if weights are neither in memory nor brought by accelerate or FSDP2."""
     name = type(model).__name__
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no model uses FSDP
     flattened = fsdp is not None and any(
         isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()
     )
     require(not flattened, "model", name, _FSDP1)
-    if any(map(is_sharded, model.parameters())):
-        sharded = tensor_parallel(model)
-        right = f"has {sharded} sharded by tensor parallelism; only FSDP2 (fully_shard) gathers it before it is read"
-        require(sharded is None, "model", name, right)
     # A module's hook brings the parameters of the module itself.
     by_module = ((module, p) for module in model.modules() for p in module.parameters(recurse=False))
     missing = any(parameter.is_meta and not is_offloaded(module) for module, parameter in by_module)
-    require(stored or not missing, "model", name, _NO_WEIGHTS)
+    require(not missing, "model", name, _NO_WEIGHTS)
+
+
+def refuse_tensor_parallel(model: nn.Module) -> None:
+    """Raise ValueError if a parameter is sharded other than by FSDP2, so that no pass has the whole of it."""
+    if any(map(is_sharded, model.parameters())):
+        sharded = tensor_parallel(model)
+        right = f"has {sharded} sharded by tensor parallelism, in which no operator has paths; use FSDP2 (fully_shard)"
+        require(sharded is None, "model", type(model).__name__, right)
 
 
 def device_of_passes(model: nn.Module) -> torch.device | None:

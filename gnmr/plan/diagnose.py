@@ -33,7 +33,7 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Cast
-from gnmr.measure.absent_weights import refuse_other_batches, settle
+from gnmr.measure.absent_weights import refuse_other_batches, refuse_tensor_parallel, settle
 from gnmr.measure.blocks import Variant
 from gnmr.measure.coverage import Coverage
 from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
@@ -228,6 +228,7 @@ def _check_model(model: nn.Module, stored: bool) -> None:
     require(operators_in(model), "model", type(model).__name__, right)
     if not stored:
         refuse_without_gradients(model)
+    refuse_tensor_parallel(model)
 
 
 @contextmanager

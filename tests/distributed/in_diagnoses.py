@@ -88,3 +88,21 @@ def audited(recipe: str | None = None) -> list[str]:
         for parameter in model.parameters():
             assert parameter.grad is not None and bool((parameter.grad == 1).all())
     return audits
+
+
+def audited_in_parts(recipe: str | None = None) -> list[str]:
+    """Return the audits of a whole model and of one whose linears tensor parallelism shards."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    whole = Decoder()
+    model, mesh = deepcopy(whole), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model.layers:
+        parallelize_module(layer, mesh, {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
+    audits = []
+    for of in (whole, model):
+
+        def loss(tokens: Tensor, of: nn.Module = of) -> Tensor:
+            return F.cross_entropy(of(tokens).flatten(0, 1), tokens.roll(-1, dims=1).flatten())
+
+        audits.append(json.dumps(gnmr.audit(of, loss, token_ids(1), recipe=recipe).tree()))
+    return audits

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from in_compressed import compress, differing_sets, sharded  # noqa: F401  for `serve`
-from in_diagnoses import audited, diagnosed  # noqa: F401  for `serve`
+from in_diagnoses import audited, audited_in_parts, diagnosed  # noqa: F401  for `serve`
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

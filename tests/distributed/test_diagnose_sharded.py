@@ -32,3 +32,14 @@ def test_an_audit_measures_what_was_gathered(pair: Callable[..., Any], recipe: s
     (whole, sharded), other = answers
     assert sharded == whole and other == answers[0]
     assert json.loads(whole)["findings"] == []
+
+
+def test_an_audit_measures_what_tensor_parallelism_shards(pair: Callable[..., Any]) -> None:
+    answers = pair("audited_in_parts")
+    assert all(isinstance(answer, list) for answer in answers), answers
+    whole, sharded = (json.loads(audit) for audit in answers[0])
+    assert answers[1] == answers[0] and len(whole["operators"]) == 7
+    for operators in (whole["operators"], sharded["operators"]):
+        for operator in operators:  # a sum over two processes is rounded otherwise
+            assert operator["measured"]["fprop"].pop("output")[0] > 120
+    assert sharded == whole

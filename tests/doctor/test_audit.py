@@ -331,22 +331,12 @@ def made_in_inference_mode() -> object:
     return audited(model)
 
 
-def sharded() -> object:
-    class Shard(Tensor):
-        device_mesh = "as a DTensor has one"
-
-    model = net()
-    model.layers[0].norm.weight = nn.Parameter(model.layers[0].norm.weight.data.as_subclass(Shard))
-    return audited(model)
-
-
 @pytest.mark.parametrize(
     ("ask", "line"),
     [
         (made_in_inference_mode, "^model=Net: was made or loaded in torch.inference_mode.*use copy.deepcopy"),
         (in_inference_mode, "^model=Net: has no gradients in inference mode; leave the mode"),
         (reentrant, "^model: its activation checkpointing is reentrant; use use_reentrant=False"),
-        (sharded, "^model=Net: has layers.0.norm.weight sharded by tensor parallelism"),
         (lambda: audited(net(), lists={"filter_fqn": ["a"]}), "^lists=filter_fqn: .*filter_fqns"),
         (lambda: audited(net(), recipe="fp8_hybird"), "^recipe=fp8_hybird: is not a recipe: did you mean fp8_hybrid"),
         (lambda: gnmr.audit(net(), lambda _: 3.0, None), "^loss_of_batch=float: must be one number with a gradient"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -158,18 +158,30 @@ def test_a_model_on_several_devices_is_refused() -> None:
             ask(model)
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
-def test_fsdp1_is_refused() -> None:
+@pytest.fixture
+def group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_fsdp1_is_refused(group: None) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        model = FullyShardedDataParallel(Decoder(), device_id=torch.device("cpu"))
-        for ask in (diagnosed, audited):
-            with pytest.raises(ValueError, match=r"^model=FullyShardedDataParallel: is wrapped by .*use FSDP2"):
-                ask(model)
-    finally:
-        torch.distributed.destroy_process_group()
+    model = FullyShardedDataParallel(Decoder(), device_id=torch.device("cpu"))
+    for ask in (diagnosed, audited):
+        with pytest.raises(ValueError, match=r"^model=FullyShardedDataParallel: is wrapped by .*use FSDP2"):
+            ask(model)
+
+
+def test_a_diagnosis_refuses_tensor_parallelism(group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = parallelize_module(Decoder(), init_device_mesh("cpu", (1,)), {"layers.1.up_proj": ColwiseParallel()})
+    line = r"^model=Decoder: has layers.1.up_proj.weight sharded by tensor parallelism.*use FSDP2"
+    with pytest.raises(ValueError, match=line):
+        diagnosed(model)
 
 
 def test_a_pass_that_fails_leaves_the_model_offloaded(tmp_path: Path) -> None:
