@@ -105,6 +105,8 @@ class ForwardPasses:
     def follow_blocks(self, weights: Callable[[str], Tensor] | None, batch: Any) -> None:
         """Run the model block by block from now on, if it has blocks that can be followed; else warn.
 
+        If the blocks have their weights and `run` gives no KL, passes stay those of the whole model.
+
         Args:
             weights: reads the tensors of the blocks by name; None: the blocks have their weights.
             batch: the first batch, which shows how the model calls its blocks.
@@ -124,8 +126,10 @@ class ForwardPasses:
                 _refuse_without_kl(output_of(result, "run of batch 1", trained=False), "run of batch 1")
             else:
                 (_, _, result), *_ = blocks.outputs([batch], {})
-                same = self.forward(batch, 0).apart(output_of(result, "run of batch 1", trained=False)) == 0
-                if not same:
+                output = output_of(result, "run of batch 1", trained=False)
+                if not _has_kl(output):
+                    return
+                if not self.forward(batch, 0).apart(output) == 0:
                     raise NotFollowed("the model computes something else if its blocks are called one by one")
         except NotFollowed as error:
             why = f"{type(self.model).__name__} cannot be run block by block: {error}"
@@ -311,8 +315,12 @@ class ForwardPasses:
         return costs, {name: kls[f" {name}"] for name in names}
 
 
+def _has_kl(output: Output) -> bool:
+    """Return whether the output has logits, and it is known which positions count."""
+    return output.logits is not None and (output.loss is None) == (output.targets is None)
+
+
 def _refuse_without_kl(output: Output, where: str) -> None:
     """Raise ValueError if the output has no KL, or only one over positions that a backward pass would have to find."""
-    has_kl = output.logits is not None and (output.loss is None) == (output.targets is None)
     right = "must give logits, or these and targets, if every operator is measured alone"
-    require(has_kl, where, "a loss", right)
+    require(_has_kl(output), where, "a loss", right)

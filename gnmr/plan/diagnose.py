@@ -33,7 +33,7 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.formats import Recipe
 from gnmr.formats.recipes import Cast
-from gnmr.measure.absent_weights import refuse_other_batches, refuse_tensor_parallel, settle
+from gnmr.measure.absent_weights import is_offloaded, refuse_other_batches, refuse_tensor_parallel, settle
 from gnmr.measure.blocks import Variant
 from gnmr.measure.coverage import Coverage
 from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
@@ -204,7 +204,8 @@ def diagnose(
             passes = ModelPasses(
                 **common, unplanned=unplanned, tokens=tokens, labels=labels, terms=terms, with_recipes=sides
             )
-            if weights is not None:
+            # A graph of the whole model would keep all weights in memory.
+            if weights is not None or any(map(is_offloaded, model.modules())):
                 batches = [*batches]
                 require(batches, "batches", 0, "needs two at least, for the spread between them")
                 passes.follow_blocks(read, batches[0])

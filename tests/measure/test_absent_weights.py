@@ -99,10 +99,27 @@ def test_an_offloaded_model_has_the_diagnosis_of_one_in_memory(how: str, measure
     assert torch.equal(model(token_ids(4)), whole(token_ids(4)))
 
 
-def test_blocks_that_cannot_be_followed_are_measured_by_whole_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measure", ["estimate", "all"])
+def test_blocks_that_cannot_be_followed_are_measured_by_whole_passes(measure: str, tmp_path: Path) -> None:
     whole = Decoder(between=torch.neg)
     with pytest.warns(UserWarning, match="cannot be run block by block"):
-        assert diagnosed(offloaded(whole, "disk", tmp_path), measure="all") == diagnosed(whole, measure="all")
+        assert diagnosed(offloaded(whole, "disk", tmp_path), measure=measure) == diagnosed(whole, measure=measure)
+
+
+def test_a_loss_of_an_offloaded_model_is_estimated(tmp_path: Path) -> None:
+    def loss_of(model: nn.Module) -> str:
+        def run(tokens: Tensor) -> Tensor:
+            return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, dims=1).flatten())
+
+        return json.dumps(gnmr.diagnose(model, run, [token_ids(1), token_ids(2)], recipe="nvfp4").tree())
+
+    whole = Decoder()
+    assert loss_of(offloaded(whole, "disk", tmp_path)) == loss_of(whole)
+
+
+def test_parts_outside_of_the_plan_are_measured_too(tmp_path: Path) -> None:
+    whole = Decoder()
+    assert diagnosed(offloaded(whole, "disk", tmp_path), include=["head"]) == diagnosed(whole, include=["head"])
 
 
 def test_offloaded_weights_of_a_block_are_read_once(tmp_path: Path) -> None:
@@ -211,13 +228,14 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy
 
 
-def test_a_model_without_weights_reads_them_from_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measure", ["estimate", "all"])
+def test_a_model_without_weights_reads_them_from_a_folder(measure: str, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     whole = Decoder()
     save_file(whole.state_dict(), tmp_path / "model.safetensors")
     model = on_meta(whole)
-    assert diagnosed(model, measure="all", weights=tmp_path) == diagnosed(whole, measure="all")
+    assert diagnosed(model, measure=measure, weights=tmp_path) == diagnosed(whole, measure=measure)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
