@@ -10,6 +10,8 @@
 `loss`      loss increase minus KL, with all operators in low precision, ± standard error over sequences.
 `forks`     fraction of the loss gap that forks recover, for each base checkpoint on which a plan was made once;
             ± half the width of the 95% interval over data orders.
+`english`   nats of loss, times 1,000, that forks of English models gain against those that keep nothing; the same ±.
+            `price`, `any` and `GNMR` choose in each step, by price, at random and by GNMR.
 """
 
 from __future__ import annotations
@@ -131,25 +133,49 @@ def loss() -> Rows:
     )
 
 
-def forks() -> Rows:
-    yield ["forks", "gap", *ARMS]
+def mean_and_half(values: np.ndarray, of_one: float, digits: int, unit: str = "") -> str:
+    """Return the mean of values and half the width of its 95% interval, both in multiples of `of_one`."""
+    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+    return f"{values.mean() / of_one:.{digits}f}{unit} ± {half / of_one:.{digits}f}"
+
+
+def losses_of(file: str) -> dict[tuple[str, str], dict[tuple[str, float], dict[int, float]]]:
+    """Return the losses of forks by (low path, base), (arm, budget) and data order."""
     losses: dict[tuple[str, str], dict[tuple[str, float], dict[int, float]]] = {}
-    for row in record("plans-forks.jsonl"):
+    for row in record(file):
         of_base = losses.setdefault((row["low"], row["base"]), {})
         of_base.setdefault((row["arm"], row["budget"]), {})[row["order"]] = row["loss"]
-    for (low, base), of_base in losses.items():
-        never, always = (of_base[arm, 0.0] for arm in ("never", "always"))
-        gap = np.mean([never[order] - always[order] for order in never])
-        texts = []
-        for arm in ARMS:
-            shares = np.array([(never[order] - loss) / gap for order, loss in of_base[arm, BUDGET].items()])
-            half = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
-            texts.append(f"{100 * shares.mean():.0f}% ± {100 * half:.0f}")
-        yield [f"{low}, base {base[-1]}", f"{gap:.4f}", *texts]
+    return losses
+
+
+def gains(losses: dict[tuple[str, float], dict[int, float]], arm: str, budget: float) -> np.ndarray:
+    """Return what the forks of an arm gain against those that keep nothing, in nats, (orders,)."""
+    return np.array([losses["never", 0.0][order] - loss for order, loss in losses[arm, budget].items()])
+
+
+def forks() -> Rows:
+    yield ["forks", "gap", *ARMS]
+    for (low, base), losses in losses_of("plans-forks.jsonl").items():
+        gap = gains(losses, "always", 0.0).mean()
+        shares = [mean_and_half(gains(losses, arm, BUDGET), gap / 100, 0, "%") for arm in ARMS]
+        yield [f"{low}, base {base[-1]}", f"{gap:.4f}", *shares]
+
+
+def english() -> Rows:
+    arms = ("plan", "price", "bf16", "MSE", "any", "last", "GNMR")
+    names = {"english_1m": "1.2 M", "english_10m": "10 M", "smollm2": "SmolLM2"}
+    yield ["english", "gap", *arms]
+    for (low, base), losses in sorted(losses_of("plans-english.jsonl").items()):
+        if base in names:
+            texts = [mean_and_half(gains(losses, "always", 0.0), 1e-3, 1)]
+            for arm in arms:
+                measured = (arm, BUDGET) in losses
+                texts.append(mean_and_half(gains(losses, arm, BUDGET), 1e-3, 1) if measured else "-")
+            yield [f"{low}, {names[base]}", *texts]
 
 
 def main() -> None:
-    for part in (ranks, oracle, predicted, loss, forks):
+    for part in (ranks, oracle, predicted, loss, forks, english):
         rows = list(part())
         # The first column is as wide as the longest label of all parts.
         widths = [35, *(max(len(row[at]) + 2 for row in rows if len(row) > at) for at in range(1, len(rows[0])))]
