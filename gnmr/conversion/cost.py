@@ -30,7 +30,11 @@ TIMES = {"4": 1.0, "8": 2.0, "16": 4.0}
 
 
 def gemm_time(
-    recipe: Recipe, gemm: str, times: Mapping[str, float] | None = None, recipes: Mapping[str, Recipe] | None = None
+    recipe: Recipe,
+    gemm: str,
+    times: Mapping[str, float] | None = None,
+    recipes: Mapping[str, Recipe] | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> float:
     """Return the relative time of a GEMM under `recipe`.
 
@@ -43,6 +47,7 @@ def gemm_time(
         times: replacements for `TIMES`, by width or by recipe. The time of a recipe applies to every GEMM with the same
             casts as the same GEMM of that recipe. A GEMM that the recipe leaves in 16 bits has the time of 16.
         recipes: user-defined recipes that `times` may name.
+        shape: (inputs, outputs) of the operator. A time of this recipe, GEMM and shape comes before all others.
 
     Returns:
         The time per multiplication, in units of a 4-bit GEMM's.
@@ -50,6 +55,12 @@ def gemm_time(
     times = times or {}
     recipes = {**RECIPES, recipe.name: recipe, **(recipes or {})}
     casts = recipe.words()[gemm]
+    if shape is not None:
+        of_shape = f":{gemm}:{shape[0]}x{shape[1]}"
+        for key in times:
+            name = key.removesuffix(of_shape)
+            if name != key and name in recipes and recipes[name].words()[gemm] == casts:
+                return times[key]
     # A given time of a recipe holds for each GEMM with the same casts, also in a mixture of recipes.
     for name in (recipe.name, *times):
         if name in times and name in recipes:
@@ -118,7 +129,7 @@ class Cost:
     work: Work | None = None
     """Counted arithmetic of the whole model; None: not counted yet."""
     _snapshot: _Snapshot | None = None
-    _path_times: dict[int, tuple[ExecutionPath, float]] = field(default_factory=dict)
+    _path_times: dict[tuple[int, tuple[int, int] | None], tuple[ExecutionPath, float]] = field(default_factory=dict)
 
     def count(self, work: Work | None) -> None:
         """Set the arithmetic of one pass of the whole model; costs are shares of it from now on."""
@@ -245,12 +256,14 @@ class Cost:
         if self._snapshot is not None and self._snapshot.state == state:
             return self._snapshot
         recovered, extra_bytes, extra_time, copies = 0, 0.0, 0.0, dict[tuple[object, str], int]()
-        low_bits, low_time = _kept_bits(self.low), self._time(self.low)
+        low_bits, usual_time = _kept_bits(self.low), 0.0
         for operator in self.operators:
             path, read, area = operator.path, operator.read, self._area(operator)
             # Share of arithmetic and extra time count every operator, whether it ran or not.
             recovered += len(self._recovered(operator)) * area
-            extra_time += (self._time(path) - low_time) * area
+            low_time = self._time(self.low, operator) * area
+            extra_time += self._time(path, operator) * area - low_time
+            usual_time += low_time
             if read is not None:
                 rows, kept_by, dtype = read
                 # Eq. 5: operators in recovery count separately. The memory model counts a shared copy once.
@@ -259,7 +272,6 @@ class Cost:
                 copies[key] = max(copies.get(key, 0), kept_bytes(operator, path, rows, dtype))
         # The time with every GEMM on the low recipe, and the GEMMs outside of the operators in 16 bits.
         arithmetic = self._arithmetic()
-        usual_time = low_time * (arithmetic / len(GEMMS) - self._outside)
         usual_time += len(GEMMS) * self._outside * {**TIMES, **self.times}["16"]
         spent = Spent(recovered / arithmetic, extra_bytes, extra_time / (usual_time or 1.0))
         self._snapshot = _Snapshot(state, sum(copies.values()), spent)
@@ -280,15 +292,21 @@ class Cost:
             return operator.in_features * operator.out_features
         return self.work.operators[operator.index]
 
-    def _time(self, path: ExecutionPath) -> float:
+    def _time(self, path: ExecutionPath, operator: PathLinear) -> float:
         """Return the relative time per multiplication of an operator's GEMMs on `path`; 0 for formats."""
         if isinstance(path, Format):
             return 0.0
+        shape = (operator.in_features, operator.out_features) if self._by_shape else None
         # By identity: hashing a recipe takes as long as all other work for an operator.
-        if id(path) not in self._path_times:
-            times = (gemm_time(path, gemm, self.times, self.recipes) for gemm in GEMMS)
-            self._path_times[id(path)] = path, sum(times)
-        return self._path_times[id(path)][1]
+        if (key := (id(path), shape)) not in self._path_times:
+            times = (gemm_time(path, gemm, self.times, self.recipes, shape) for gemm in GEMMS)
+            self._path_times[key] = path, sum(times)
+        return self._path_times[key][1]
+
+    @property
+    def _by_shape(self) -> bool:
+        """True if some times are of operators of one shape."""
+        return any(":" in key for key in self.times)
 
     def _recovered(self, operator: PathLinear) -> Collection[str]:
         """Return the GEMMs of the operator that are on the recovery path now."""

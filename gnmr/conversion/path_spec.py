@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,6 +13,9 @@ from gnmr.patterns import listed
 
 if TYPE_CHECKING:
     from gnmr.formats.recipes import Recipe
+
+_SHAPED = re.compile(rf"({'|'.join(GEMMS)}):[1-9][0-9]{{0,9}}x[1-9][0-9]{{0,9}}")
+"""GEMM and INPUTSxOUTPUTS of an entry of `times`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,8 @@ class PathSpec:
     times: dict[str, float] = field(default_factory=dict)
     """Relative GEMM times (gnmr/conversion/cost.py), by width (4, 8, 16) or recipe: {8: 1.8, mxfp8: 1.9}.
 
-    They define extra GEMM time. Missing entries have the default 1 : 2 : 4.
+    They define extra GEMM time. Missing entries have the default 1 : 2 : 4. An entry `mxfp8:fprop:576x1536` is of one
+    GEMM of operators with these inputs and outputs; `gnmr.plan.gemm_times` reads them from measured times.
     """
     backend: str = "auto"
     """What runs a recipe (gnmr/conversion/resolve.py): simulated, scaled_mm (FP8 hardware), int_mm (integers), or auto.
@@ -188,8 +193,11 @@ class PathSpec:
         require(isinstance(self.times, Mapping), "times", self.times, "must be {bits or recipe: time}")
         times = {str(key): time for key, time in self.times.items()}
         for key, time in times.items():
-            valid = key in ("4", "8", "16", *RECIPES, *self.recipes)
-            require(valid, f"times.{key}", time, "must be of 4, 8, 16 or a recipe")
+            recipe, of_shape, gemm_and_shape = key.partition(":")
+            valid = recipe in (*RECIPES, *self.recipes) or (not of_shape and recipe in ("4", "8", "16"))
+            if of_shape:
+                valid = valid and _SHAPED.fullmatch(gemm_and_shape) is not None
+            require(valid, f"times.{key}", time, "must be of 4, 8, 16, a recipe, or RECIPE:GEMM:INPUTSxOUTPUTS")
             within(1e-9, 1e9, **{f"times.{key}": time})  # type: ignore[arg-type]
         object.__setattr__(self, "times", times)
 

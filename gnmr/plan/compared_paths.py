@@ -24,6 +24,7 @@ from gnmr.formats.recipes import Gemm
 from gnmr.names import FORMATS, RECIPES, Pins
 from gnmr.options import nearest, require
 from gnmr.patterns import select
+from gnmr.plan.gemm_times import read_gemm_times
 from gnmr.plan.pin_plan import PinPlan, read_plan
 
 Side = Mapping[str, "str | Recipe"]
@@ -126,17 +127,20 @@ def compared_paths(
     gate: float | None,
     targets: Sequence[str] | None,
     exclude: Sequence[str],
-    times: Mapping[str, float] | None,
+    times: Mapping[str, float] | str | PathLike[str] | None,
     fused: Sequence[str],
 ) -> ComparedPaths:
     """Return the paths that the arguments of `gnmr.diagnose` describe.
 
     Raises:
         ValueError: a recipe is unknown, or arguments exclude each other.
-        UserError: the plan cannot be read.
+        UserError: the plan or the file of times cannot be read.
     """
     rescues = _named_rescues(rescue)
-    require(times is None or isinstance(times, Mapping), "times", times, "must be {bits or recipe: relative time}")
+    if isinstance(times, str | PathLike):
+        times = read_gemm_times(times)
+    right = "must be {bits or recipe: relative time}, or a file of measured times"
+    require(times is None or isinstance(times, Mapping), "times", times, right)
     by_operator = isinstance(recipe, Mapping)
     # Arguments that exclude each other.
     words = ",".join(name if isinstance(name, str) else name.name for name in rescues)

@@ -76,7 +76,7 @@ def diagnose(
     targets: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     budget: float | str = 0.10,
-    times: Mapping[str, float] | None = None,
+    times: Mapping[str, float] | str | PathLike[str] | None = None,
     fused: Sequence[str] = (),
     held_out: Iterable[Any] = (),
     plan: PinPlan | str | PathLike[str] | None = None,
@@ -117,7 +117,8 @@ def diagnose(
         budget: extra time that the plan may take, as a share of the time of the GEMMs that it may move (fprop of its
             operators) on the low path: 0.1 or "+10%". Between two sides, it is the share of their arithmetic that may
             be in one recipe on both.
-        times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`.
+        times: relative times of GEMMs by the bits of their widest operand, or by recipe, as `PathSpec.times`; or a file
+            of times that were measured by shape (`gnmr.plan.gemm_times`).
         fused: kinds of operators that share one recipe because a library runs them as one: qkv, gate_up, experts (each
             projection of all experts), moe (all of their projections).
         held_out: other batches. The first half of them chooses among the plans of several scores; on the other half the

@@ -396,10 +396,10 @@ class Diagnosis:
         """Return (recipe, relative time of its fprop, number of GEMMs) of the plan, the low recipe first."""
         pins = self.pins or self.choice().pins
         pinned = Counter(recipe for recipe_of in pins.values() for recipe in recipe_of.values())
-        (first, _), time_on = next(iter(self.costs.items()))
-        area = self.work.get(first) or math.prod(self.operators[first])
+        area = sum(self.work.get(name) or math.prod(shape) for name, shape in self.operators.items())
         numbers = {self.recipe: len(self.rows) - pinned.total()} | {name: pinned[name] for name in self.rescues}
-        return [(name, time_on[name] / area, number) for name, number in numbers.items()]
+        forward = [time_on for (_, gemm), time_on in self.costs.items() if gemm == "fprop"]
+        return [(name, math.fsum(time[name] for time in forward) / area, n) for name, n in numbers.items()]
 
     def expected(self, choice: Choice) -> tuple[float, float]:
         """Return the expected nats per token without and with the pins: the values times `calibration`, if known."""

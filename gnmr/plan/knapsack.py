@@ -95,12 +95,16 @@ def times_of(
 
     recipe_of = {recipe.name: recipe for recipe in recipes}
     time_of = {
-        name: {gemm: gemm_time(recipe, gemm, times, recipe_of) for gemm in GEMMS} for name, recipe in recipe_of.items()
+        shape: {
+            gemm: {name: gemm_time(recipe, gemm, times, recipe_of, shape) for name, recipe in recipe_of.items()}
+            for gemm in GEMMS
+        }
+        for shape in {*shapes.values()}
     }
     areas = {name: a * b for name, (a, b) in shapes.items()} | dict(work or {})
     return {
-        (name, gemm): {recipe: areas[name] * time[gemm] for recipe, time in time_of.items()}
-        for name in shapes
+        (name, gemm): {recipe: areas[name] * time for recipe, time in time_of[shape][gemm].items()}
+        for name, shape in shapes.items()
         for gemm in GEMMS
     }
 

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from gnmr.errors import plural, printable
+from gnmr.errors import first_few, plural, printable
 from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out, plan_label, token_line
+from gnmr.plan.gemm_times import without_times
 
 _TOP = 10
 """GEMMs that are named."""
@@ -160,6 +161,15 @@ def recipes_line(diagnosis: Diagnosis) -> str:
     return line
 
 
+def times_line(diagnosis: Diagnosis) -> str:
+    """Return the shapes that a file of measured times lacks; empty if it lacks none, or if there is no such file."""
+    recipes = [diagnosis.recipe, *diagnosis.rescues]
+    shapes = without_times(diagnosis.operators.values(), recipes, diagnosis.times)
+    if not shapes:
+        return ""
+    return f"not in the file of times on {', '.join(recipes)}, so 1 : 2 : 4 by bits: {first_few(shapes)}"
+
+
 def totals(diagnosis: Diagnosis) -> list[str]:
     """Return lines about the diagnosis as a whole, the two most important ones first."""
 
@@ -178,7 +188,7 @@ def totals(diagnosis: Diagnosis) -> list[str]:
     paths = paths_name(diagnosis)
     lines = [f"{paths}: {line_of(diagnosis.measured)}", summed]
     if diagnosis.chooses:
-        lines.append(recipes_line(diagnosis))
+        lines += filter(None, [recipes_line(diagnosis), times_line(diagnosis)])
     if diagnosis.held_out is not None:
         lines.append(f"{paths}, held-out batches: {line_of(diagnosis.held_out)}")
         if tokens := token_line(diagnosis):

@@ -16,7 +16,7 @@ from gnmr.console import NARROW
 from gnmr.errors import printable
 from gnmr.measure.gemm_costs import PathCost, format_nats
 from gnmr.plan.diagnosis import Diagnosis, token_line
-from gnmr.plan.page import ChoiceRow, View, budget_rows, choice_rows, recipes_line, shade, short, time_name
+from gnmr.plan.page import ChoiceRow, View, budget_rows, choice_rows, recipes_line, shade, short, time_name, times_line
 
 _SHADES = " ░▒▓█"
 _STYLES = ("dim", "blue", "cyan", "yellow", "bold red")
@@ -44,7 +44,7 @@ def story(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
         yield Text()
         yield table
     if diagnosis.chooses:
-        yield Text(recipes_line(diagnosis))
+        yield from map(Text, filter(None, [recipes_line(diagnosis), times_line(diagnosis)]))
     if tokens := token_line(diagnosis):
         yield Text(tokens)
 

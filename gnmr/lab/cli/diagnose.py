@@ -70,7 +70,7 @@ def _parser() -> Parser:
         "extra time of the GEMMs that the plan may move, of their time on recipe=: +10%% or 0.1",
         0.1,
     )
-    option("times", _times, "relative GEMM times by bits or recipe; default: 4:1,8:2,16:4")
+    option("times", _times, "relative GEMM times by bits or recipe, or a file of measured ones; default: 4:1,8:2,16:4")
     option("fused", names_of, "operators that have one recipe together: some of qkv,gate_up,experts,moe", [])
     option("plan", optional, "a plan.json, or its folder: price what it leaves, under its own recipes")
     option("batches", whole(1), "batches that are priced; default: 16 of a run, 8 of a checkpoint")
@@ -215,7 +215,11 @@ def _recipes_of_patterns(options: Namespace, key: str) -> dict[str, str | Recipe
 
 
 def _times(name: str, value: str) -> dict[str, float]:
-    """Read {bits or recipe: relative time} from 8:1.8,mxfp8:1.9."""
+    """Read {bits or recipe: relative time} from 8:1.8,mxfp8:1.9, or by shape from a file of measured times."""
+    if ":" not in value or Path(value).expanduser().is_file():
+        from gnmr.plan.gemm_times import read_gemm_times
+
+        return read_gemm_times(value)
     times = {}
     for word in value.split(","):
         key, colon, factor = word.partition(":")
