@@ -14,8 +14,11 @@ Words without a dash are overrides of the config; bases of your own text need th
     never, always           no pin, and every GEMM in BF16
     plan                    the plan of `gnmr.diagnose` on this base, of MXFP8 and BF16 pins
     mxfp8, bf16             its plans with a single recipe: pins by price
-    MSE, random, last       operators by the input's squared error, at random, or of the last blocks; to MXFP8, the
-                            cheaper recipe
+    MSE, random             operators in the order of the input's squared error, or at random; to MXFP8, the cheaper
+                            recipe. `random` has ten draws, which are spread over the data orders
+    by element              the knapsack of the plan over the sum of squares by element (the score of AutoQuantize),
+    gradient norm           or over the squared gradient norm; to MXFP8
+    first and last, last    whole blocks from both ends, or from the end; to MXFP8
     last, bf16              the last blocks to BF16, as in published recipes
     GNMR, price, any        a controller moves operators to MXFP8 step by step: by dGNMR, by price, or at random
 
@@ -24,7 +27,7 @@ where 4 : 8 : 16 bits take 1 : 2 : 4. `never` and `always` come first. If there 
 runs.
 
 `kl`: the remaining KL divergence per token of a checkpoint under the same arms, without training. It is measured on
-`--held-out` blocks of another part of the text, in FP32. The data order is the seed of `random`.
+`--held-out` blocks of another part of the text, in FP32.
 
 These claims were written down before any measurement. Their +10% was a share of all three GEMMs of the operators, which
 is +30% of fprop alone:
@@ -36,7 +39,8 @@ is +30% of fprop alone:
 
 Every row is written when it is done, and rows that OUT.jsonl has already are not run again.
 
-`table`: from rows of `forks`, the fraction of the gap that each arm recovers, and its paired t-test against the plan.
+`table`: from rows of `forks`, the fraction of the gap that each arm recovers, and its paired difference from the plan.
+The unit is the checkpoint that a plan was made on; `--each-base` makes a table of every checkpoint, over its orders.
 
 `figure`: one low path of a record as a curve with 95% intervals. It shows the remaining KL from rows of `kl`, or the
 fraction of the gap recovered from the JSON of `table`. With the JSON of `table --each-base` and of price.py, it shows
@@ -49,6 +53,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,13 +84,16 @@ from gnmr.measure.kl import divergence
 from gnmr.names import GEMMS
 from gnmr.plan.diagnose import diagnose
 from gnmr.plan.diagnosis import Diagnosis
-from gnmr.plan.knapsack import Choice, by_score, choose, front, guessed, pin_in_order
+from gnmr.plan.knapsack import Choice, as_choice, by_score, choose, front, guessed, pin_in_order
 from gnmr.records import output
 from timing import header, write
 
 BOUNDS = ("never", "always")
 RESCUES = ("mxfp8", "bf16")
-ARMS = ("plan", *RESCUES, "MSE", "random", "last", "last, bf16")
+ARMS = ("plan", *RESCUES, "MSE", "by element", "gradient norm", "random", "first and last", "last", "last, bf16")
+GUESSED = {"random": "random", "first and last": "first_last", "last": "last"}
+DRAWS = 10
+"""Draws of `random` on a base."""
 SIGNALS = {"GNMR": "gnmr_delta", "price": "price", "any": "random"}
 BUDGETS = (0.09, 0.15, 0.3, 0.6, 0.9)
 DRAWN = {
@@ -108,19 +116,27 @@ class Cell:
     arm: str
     budget: float
     order: int
+    draw: int = 0
 
 
 def pins_of(cell: Cell, found: Diagnosis) -> Choice:
     """Return the pins of an arm."""
     given = found.prices, found.costs, cell.low
+    # A norm squared estimates the Fisher information, to which the KL is proportional if all relative errors are equal.
+    scores = {"by element": ("elements", 1), "gradient norm": ("gradient norm", 2)}
+    if cell.arm in scores:
+        name, power = scores[cell.arm]
+        values = {(o, "fprop"): {cell.low: score**power, "mxfp8": 0.0} for o, score in found.scores[name].items()}
+        pins = choose(values, found.costs, cell.low, cell.budget).pins
+        return as_choice({(name, "fprop"): "mxfp8" for name in pins}, *given)  # in nats
     if cell.arm == "plan":
         return found.choice(cell.budget)
     if cell.arm in RESCUES:
         return found.choice(cell.budget, cell.arm)
     if cell.arm == "MSE":
         return pin_in_order(by_score(found.scores["mse"], found.operators), *given, "mxfp8", cell.budget)
-    kind, _, rescue = cell.arm.partition(", ")
-    order = guessed(kind, found.operators, seed=cell.order)
+    rule, _, rescue = cell.arm.partition(", ")
+    order = guessed(GUESSED[rule], found.operators, seed=cell.draw)
     return pin_in_order(order, *given, rescue or "mxfp8", cell.budget)
 
 
@@ -216,6 +232,8 @@ def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
     """Return the rows of these files, without an incomplete last line."""
     lines = [line for file in files for line in file.read_text().splitlines(keepends=True)]
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    # Rows of earlier commits have no draw, and the seed of their random arm is the order.
+    rows = [{"draw": row["order"] if row["arm"] == "random" else 0} | row for row in rows]
     return {Cell(*(row[key] for key in Cell.__dataclass_fields__)): row for row in rows}
 
 
@@ -240,7 +258,13 @@ def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[C
     for low in asked.low.split(","):
         blocks = [(base, order) for order in range(asked.orders) for base in bases]
         yield [Cell(base, low, arm, 0.0, order) for base, order in blocks for arm in BOUNDS]
-        yield [Cell(b, low, arm, budget, o) for b, o in blocks for budget in budgets for arm in arms]
+        yield [
+            Cell(base, low, arm, budget, order, draw)
+            for base, order in blocks
+            for budget in budgets
+            for arm in arms
+            for draw in (range(order, DRAWS, asked.orders) if arm == "random" else (0,))
+        ]
 
 
 def make_forks(asked: argparse.Namespace) -> None:
@@ -269,9 +293,10 @@ def measure_kl(asked: argparse.Namespace) -> None:
     for low in asked.low.split(","):
         cells = [Cell(asked.base, low, "never", 0.0, 0), Cell(asked.base, low, "mxfp8", 1.001, 0)]
         cells += [
-            Cell(asked.base, low, arm, float(word), 0)
+            Cell(asked.base, low, arm, float(word), 0, draw)
             for word in asked.budgets.split(",")
             for arm in asked.arms.split(";")
+            for draw in range(DRAWS if arm == "random" else 1)
         ]
         if all(cell in known for cell in cells):
             continue
@@ -309,14 +334,17 @@ def bounds_of(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return, by low path, budget and arm, the mean fraction of the gap that forks recover, against `never`.
+    """Return, by low path, budget and arm, what forks save of the loss of `never`, and the fraction of the gap that is.
 
-    It is the mean over the replicates that have the plan. Replicates with fewer arms than most are left out, because
-    not all of their arms were run, and then arms that not every replicate has. The gap is the mean over the replicates
-    of the base that are left.
+    The unit of a test is what a plan was made on: a checkpoint, whose forks are averaged over data orders. If there is
+    one checkpoint alone, it is a data order of it, and nothing is said of other checkpoints. Replicates (checkpoint and
+    order) with fewer arms than most are left out, because not all of their arms were run, and then arms that not every
+    replicate has.
 
-    Each row has half the width of the 95% interval. It also has the difference from the plan with its interval, the
-    p-value of a paired t-test, and the smallest difference that would be found with a probability of 80%.
+    Every row has the nats `saved`, and `closed`, the fraction of the gap, with its interval (`fraction`). Where the gap
+    of a checkpoint is within its noise, `closed` is None. The paired difference from the plan is `plan_more` as a
+    fraction, and `plan_more_nats` with a t-test. A difference that is not shown has the smallest one that would be
+    found with a probability of 80%, `detectable` nats.
     """
     rows, bounds = [], bounds_of(frame)
     for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
@@ -326,18 +354,26 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
             arms = ran.notna().sum(axis=1)
             ran = ran[arms >= arms.mode().max()].dropna(axis=1)
         ends = bounds.loc[low].loc[ran.index]
-        closed = ran.rsub(ends.never, axis=0).div(ends.gap.groupby("base").transform("mean"), axis=0)
-        for arm in (arm for arm in (*ARMS, *SIGNALS) if arm in closed):
-            values, spent = closed[arm], extra.loc[ran.index, arm].mean()
-            row = {"low": low, "budget": budget, "arm": arm, "n": len(values), "extra": spent}
-            row |= {"closed": values.mean(), "half_width": _half(values.sem(), len(values))}
-            if arm != "plan" and "plan" in closed:
-                apart = closed["plan"] - values
-                power = float(stats.t.ppf(0.975, len(apart) - 1) + stats.t.ppf(0.8, len(apart) - 1))
-                row |= {"plan_more": apart.mean(), "plan_more_half_width": _half(apart.sem(), len(apart))}
+        saved, bases = ran.rsub(ends.never, axis=0), ran.index.unique("base")
+        unit = "base" if len(bases) > 1 else "order"
+        gaps = ends.gap.groupby(unit).mean()
+        about = {"low": low, "budget": budget, "n": len(ran), "checkpoints": len(bases)}
+        about |= {"orders": len(ran) / len(bases), "gap": gaps.mean(), "gap_half_width": _half(gaps.sem(), len(gaps))}
+        for arm in (arm for arm in (*ARMS, *SIGNALS) if arm in saved):
+            values = saved[arm].groupby(unit).mean()
+            row = about | {"arm": arm, "extra": extra.loc[ran.index, arm].mean()}
+            row |= {"saved": values.mean(), "saved_half_width": _half(values.sem(), len(values))}
+            row |= dict(zip(("closed", "closed_low", "closed_high"), fraction(saved[arm], ends.gap), strict=True))
+            if arm != "plan" and "plan" in saved:
+                more = (saved["plan"] - saved[arm]).groupby(unit).mean()
+                row |= {"plan_more_nats": more.mean(), "plan_more_nats_half_width": _half(more.sem(), len(more))}
+                names = ("plan_more", "plan_more_low", "plan_more_high")
+                row |= dict(zip(names, fraction(saved["plan"] - saved[arm], ends.gap), strict=True))
                 # Equal pins have no difference, and a t-test of zeros has no p-value.
-                p = float(stats.ttest_1samp(apart, 0.0).pvalue) if apart.any() else 1.0
-                row |= {"p": p, "detectable": power * apart.sem()}
+                row["p"] = float(stats.ttest_1samp(more, 0.0).pvalue) if more.any() else 1.0
+                if more.any() and not row["p"] < 0.05:
+                    power = float(stats.t.ppf(0.975, len(more) - 1) + stats.t.ppf(0.8, len(more) - 1))
+                    row["detectable"] = power * more.sem()
             rows.append({key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()})
     return rows
 
@@ -347,6 +383,48 @@ def _half(error: float, n: int) -> float:
     return float(stats.t.ppf(0.975, n - 1) * error)
 
 
+Fraction = tuple[float | None, float | None, float | None]
+"""A fraction and the ends of its 95% interval."""
+
+
+def fraction(saved: pd.Series, gaps: pd.Series) -> Fraction:
+    """Return the fraction of the gap that is saved; both by checkpoint (`base`) and order.
+
+    It is the mean over checkpoints of their fractions, with Student's interval; of a checkpoint alone it is `fieller`
+    over its orders. None if the gap of any checkpoint is within its noise.
+    """
+    ratios = [fieller(own, gaps[own.index]) for _, own in saved.groupby("base")]
+    values = [ratio for ratio, _, _ in ratios if ratio is not None]
+    if len(values) < len(ratios) or len(values) == 1:
+        return ratios[0] if len(ratios) == 1 else (None, None, None)
+    mean, half = float(np.mean(values)), _half(float(stats.sem(values)), len(values))
+    return mean, mean - half, mean + half
+
+
+def fieller(above: pd.Series, below: pd.Series) -> Fraction:
+    """Return the ratio of the means of pairs, and its 95% interval by Fieller's theorem (1954).
+
+    The interval has all ratios r for which a paired t-test does not tell the mean of above - r below from 0. It is
+    bounded only if the mean of `below` differs from 0; otherwise all three are None.
+
+    >>> fieller(pd.Series([1.0, 1.0, 1.0]), pd.Series([2.0, 2.0, 2.0]))
+    (0.5, 0.5, 0.5)
+    """
+    number = len(above)
+    if number < 2:
+        return None, None, None
+    square = float(stats.t.ppf(0.975, number - 1)) ** 2 / number
+    (of_above, both), (_, of_below) = np.cov(above, below)
+    # The limits solve (mean below^2 - square of_below) r^2 - 2 (mean above mean below - square both) r + ... = 0.
+    a = below.mean() ** 2 - square * of_below
+    b = above.mean() * below.mean() - square * both
+    c = above.mean() ** 2 - square * of_above
+    if a <= 0:
+        return None, None, None
+    half = math.sqrt(max(b * b - a * c, 0.0)) / a
+    return float(above.mean() / below.mean()), float(b / a - half), float(b / a + half)
+
+
 def figure(record: Path, lows: Sequence[str]) -> str:
     """Return the curve of a record of one low path; SystemExit if it has several of `lows`, or none."""
     of_forks = record.suffix == ".json"
@@ -354,8 +432,14 @@ def figure(record: Path, lows: Sequence[str]) -> str:
     rows = rows[rows.low.isin(lows)].sort_values("extra")
     if rows.low.nunique() != 1:
         raise SystemExit(f"{record}: has {rows.low.nunique()} of these low paths; name one of it with --low")
-    if not of_forks:
-        rows = rows.assign(half_width=[_half(error, len(kls)) for error, kls in zip(rows.error, rows.kls, strict=True)])
+    if of_forks:
+        rows = rows[rows.closed.notna()]
+        rows = rows.assign(half_width=(rows.closed_high - rows.closed_low) / 2)
+    else:
+        means = {"extra": "mean", "kls": lambda draws: np.mean([*draws], axis=0)}  # over the draws of an arm
+        rows = rows.groupby(["low", "arm", "budget"], as_index=False).agg(means).sort_values("extra")
+        rows = rows.assign(kl=[kls.mean() for kls in rows.kls])
+        rows = rows.assign(half_width=[_half(stats.sem(kls), len(kls)) for kls in rows.kls])
     value, low = "closed" if of_forks else "kl", rows.low.iloc[0].removeprefix("sim_").upper()
     points = {arm: own[["extra", value, "half_width"]].to_numpy() for arm, own in rows.groupby("arm")}
     start = np.zeros((1, 3)) if of_forks else points["never"]

@@ -15,10 +15,13 @@ batch). Estimates are squared token by token, or summed over each sequence befor
 This claim was written down before any measurement. On every low path and model, held out, the estimate with drawn
 labels by sequence has a Spearman correlation of at least 0.95 with the single KLs, and its sum is within 20% of theirs.
 
-If there are more than `--operators` operators, a sample is measured. It contains the twelve highest by data labels by
-token, by drawn labels by token and by drawn labels by sequence. The rest is spread evenly over kinds and depth. Sums
-are then over the sample. The interaction is the KL of all operators at once minus the sum of single KLs; it uses the
-estimates of operators outside the sample.
+If there are more than `--operators` operators, a sample is measured. So many are spread evenly over kinds and depth.
+Beside them are the twelve highest by data labels by token, by drawn labels by token and by drawn labels by sequence.
+Sums are then over the sample. The interaction is the KL of all operators at once minus the sum of single KLs; it uses
+the estimates of operators outside the sample. Rank correlations are over those operators alone that no score chose,
+because the highest of a score agree with it by choice. Their 95% intervals are percentiles of bootstrap samples of
+operators. `halves` is the rank correlation of the single KLs on one half of the held-out
+sequences with those on the other half: the noise of the truth, which no score can exceed by much.
 
 With `--operators 0` only the KL of all operators at once is measured: the cost of a format. This expectation was
 written down before the run: of each pair of `EXPECTED` the first has the smaller KL, paired over sequences. Scales
@@ -41,7 +44,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from scipy.stats import sem
+from scipy.stats import rankdata, sem, spearmanr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,6 +65,8 @@ NATS = ("data, by token", "drawn, by token", "drawn, by sequence")
 SUMS = {"by token": "fprop", "by sequence": "fprop_sequence", "by element": "fprop_elements"}
 SETTINGS = {"batches": 4, "held_out": 3, "size": 4, "block": 128, "draws": 8, "operators": 48}
 TOP, SPEARMAN, SUM = 12, 0.95, 0.2
+SAMPLES = 2000
+"""Bootstrap samples of operators."""
 EXPECTED = {
     "mxfp8": "mxfp8_floor",
     "mxfp4": "mxfp4_floor",
@@ -146,13 +151,25 @@ def _depth(name: str) -> int:
     return int(name.partition("layers.")[2].partition(".")[0])
 
 
-def sample(names: Sequence[str], estimates: dict[str, np.ndarray], number: int) -> list[int]:
-    """Return the indices of the operators that are measured, in order."""
+def sample(names: Sequence[str], estimates: dict[str, np.ndarray], number: int) -> tuple[list[int], list[int]]:
+    """Return the indices of the operators that are measured, in order, and those of them that no score chose."""
     number = min(number, len(names))
+    by_kind = sorted(range(len(names)), key=lambda i: (names[i].rpartition(".")[2], _depth(names[i])))
+    places = np.linspace(0, len(names) - 1, number).round().astype(int)
+    spread = sorted(by_kind[place] for place in places)
     highest = {int(i) for name in NATS for i in np.argsort(-estimates[name])[:TOP]}
-    others = sorted(set(range(len(names))) - highest, key=lambda i: (names[i].rpartition(".")[2], _depth(names[i])))
-    places = np.linspace(0, len(others) - 1, max(number - len(highest), 0)).round().astype(int)
-    return sorted(highest | {others[i] for i in places})
+    return sorted({*spread} | highest), spread
+
+
+def rank_interval(score: np.ndarray, kl: np.ndarray) -> dict[str, float]:
+    """Return the rank correlation of two scores (operators,) with its 95% interval over operators."""
+    drawn = np.random.default_rng(0).integers(0, len(kl), (SAMPLES, len(kl)))
+    ranks = [rankdata(values[drawn], axis=1) for values in (score, kl)]
+    centered = [rank - rank.mean(axis=1, keepdims=True) for rank in ranks]
+    products = [(x * y).sum(axis=1) for x, y in (centered, (centered[0],) * 2, (centered[1],) * 2)]
+    correlations = products[0] / np.sqrt(products[1] * products[2])
+    low, high = np.nanpercentile(correlations, (2.5, 97.5))
+    return {"spearman": float(spearmanr(score, kl)[0]), "low": float(low), "high": float(high)}
 
 
 def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, Any]:
@@ -163,7 +180,7 @@ def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, 
     cell = Measurement(subject.model, low)
     estimates = cell.estimates(blocks.batches, asked.draws) if asked.operators else {}
     print(f"  estimates after {time.perf_counter() - began:.0f} s", flush=True)
-    chosen = sample(cell.names, estimates, asked.operators) if asked.operators else []
+    chosen, spread = sample(cell.names, estimates, asked.operators) if asked.operators else ([], [])
     found = cell.truth(blocks.held_out, chosen)
     cell.plan.restore()
     (kl, loss), errors = found.mean(axis=2), sem(found, axis=2)
@@ -177,14 +194,20 @@ def measure(subject: Subject, low: str, asked: argparse.Namespace) -> dict[str, 
         return record | {"of_sequences": sequences, "seconds": time.perf_counter() - began}
     outside = np.delete(estimates["drawn, by sequence"], chosen).sum()
     own = pd.DataFrame({"kl": kl[:-1], **{name: values[chosen] for name, values in estimates.items()}})
-    ranks = own.assign(loss=loss[:-1]).corr("spearman")
+    unchosen = own.assign(loss=loss[:-1])[[i in spread for i in chosen]]
+    ranks = {name: rank_interval(values.to_numpy(), unchosen.kl.to_numpy()) for name, values in unchosen.items()}
+    of_loss = unchosen.corr("spearman").loss
+    halves = [found[0, :-1, at::2].mean(axis=1)[[i in spread for i in chosen]] for at in (0, 1)]
     columns = own.assign(loss=loss[:-1], kl_error=errors[0, :-1], loss_error=errors[1, :-1]).to_dict("list")
     return record | {
         "measured": len(chosen),
         "single_kls": kl[:-1].sum(),
         "interaction": kl[-1] - kl[:-1].sum() - outside,
-        "spearman": ranks["kl"].to_dict(),
-        "spearman_loss": ranks["loss"].to_dict(),
+        "unchosen": len(unchosen),
+        "spearman": {name: rank["spearman"] for name, rank in ranks.items()},
+        "spearman_interval": {name: (rank["low"], rank["high"]) for name, rank in ranks.items()},
+        "spearman_loss": of_loss.to_dict(),
+        "halves": rank_interval(*halves),
         "sum": (own.sum() / own.kl.sum()).to_dict(),
         "spread": np.log(own.div(own.kl, axis=0)).std().to_dict(),
         "of_operators": {"name": [cell.names[i] for i in chosen], **columns},
@@ -208,17 +231,22 @@ def whole_table(cells: Sequence[dict[str, Any]]) -> str:
 def table(cells: Sequence[dict[str, Any]]) -> str:
     """Return the measurements as tables in Markdown, and how often the claims hold.
 
-    The tables have rank correlations with single KLs (with loss increases), and sums over the sum of single KLs
-    (standard deviation of the log ratio).
+    The tables have rank correlations with single KLs (their interval; with loss increases), and sums over the sum of
+    single KLs (standard deviation of the log ratio).
     """
     tables: tuple[list[dict[str, str]], ...] = [], [], []
     for cell in cells:
         low, ranks, of_loss = cell["all_low"], cell["spearman"], cell["spearman_loss"]
-        facts = {"measured": f"{cell['measured']} of {cell['operators']}", "single KLs": f"{cell['single_kls']:.3g}"}
+        unchosen = f"{cell['unchosen']} of them unchosen" if "unchosen" in cell else "some chosen by scores"
+        facts = {"measured": f"{cell['measured']} of {cell['operators']}, {unchosen}"}
+        facts |= {"single KLs": f"{cell['single_kls']:.3g}"}
         facts |= {"KL of all": f"{low['kl']:.3g} ± {low['kl_error']:.1g}", "interaction": f"{cell['interaction']:.2g}"}
         facts |= {"loss increase": f"{low['loss']:.3g}", "seconds": f"{cell['seconds']:.0f}"}
         scores = [*NATS, "data, by element", "gradient norm", "mse", "loss"]
-        ranked = {name: f"{ranks[name]:.2f} ({of_loss[name]:.2f})" for name in scores}
+        intervals = cell.get("spearman_interval", {})  # records of earlier commits have none
+        told = {name: " to ".join(f"{end:.2f}" for end in ends) for name, ends in intervals.items()}
+        ranked = {name: f"{ranks[name]:.2f} ({told.get(name, '?')}; {of_loss[name]:.2f})" for name in scores}
+        ranked["halves"] = f"{cell['halves']['spearman']:.2f}" if "halves" in cell else "?"
         sums = {name: f"{cell['sum'][name]:.2f} ({cell['spread'][name]:.2f})" for name in NATS}
         for rows, more in zip(tables, (facts, ranked, sums), strict=True):
             rows.append({"model": cell["model"], "low path": cell["low"], **more})

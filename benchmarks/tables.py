@@ -51,15 +51,19 @@ Row = dict[str, Any]
 
 def numbers_of_plans(name: str, file: Path) -> dict[str, str]:
     """Return the KL that each plan left, with half of its 95% interval over sequences, and the removed share of it."""
-    plans = [json.loads(line) for line in file.read_text().splitlines()]
-    nothing_kept = next(plan["kl"] for plan in plans if plan["arm"] == "never")
+    kls_of: dict[tuple[str, float], list[list[float]]] = {}
+    for plan in map(json.loads, file.read_text().splitlines()):
+        kls_of.setdefault((plan["arm"], plan["budget"]), []).append(plan["kls"])
+    # An arm of several draws has the mean of their KLs, sequence by sequence.
+    means = {cell: [statistics.fmean(kls) for kls in zip(*draws, strict=True)] for cell, draws in kls_of.items()}
+    nothing_kept = statistics.fmean(means["never", 0.0])
     texts = {}
-    for plan in plans:
-        kls = plan["kls"]
+    for (name_of_arm, budget), kls in means.items():
+        kl = statistics.fmean(kls)
         half = stats.t.ppf(0.975, len(kls) - 1) * statistics.stdev(kls) / math.sqrt(len(kls))
-        arm = f"{name}/{plan['arm']} at {100 * plan['budget']:g}%"
-        texts[f"{arm}/kl"] = f"{plan['kl']:.3f} ± {half:.3f}"
-        texts[f"{arm}/removed"] = whole_percent(1 - plan["kl"] / nothing_kept)
+        arm = f"{name}/{name_of_arm} at {100 * budget:g}%"
+        texts[f"{arm}/kl"] = f"{kl:.3f} ± {half:.3f}"
+        texts[f"{arm}/removed"] = whole_percent(1 - kl / nothing_kept)
     return texts
 
 

@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -265,22 +265,30 @@ def test_every_arm_trains_and_spends_what_it_says(alone: bool, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_prices_against_single_kls(
-    train: Callable[..., Path], tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
+    train: Callable[..., Path],
+    tmp_path: Path,
+    call: Call,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(price, "TOP", 3)
     run = train(tmp_path / "a", "training.steps=20", "training.dtype=float32", "model.num_layers=2")
     words = ["--models", run, "--batches", "4", "--held-out", "4", "--size", "4", "--block", "16", "--table"]
-    singly = [tmp_path / "out.json", *words, "--low", "sim_e2m1,nvfp4", "--operators", "13"]
+    singly = [tmp_path / "out.json", *words, "--low", "sim_e2m1,nvfp4", "--operators", "9"]
     call(price, *singly)
     said, record = capsys.readouterr().out, (tmp_path / "out.json").read_text()
     assert said.count("| a | nvfp4 |") == 3 and "of 2" in said
     first, _ = json.loads(record)["cells"]
-    assert (first["operators"], first["measured"]) == (14, 13)
+    assert (first["operators"], first["unchosen"]) == (14, 9) and 9 <= first["measured"] < 14
     ranks, sums = first["spearman"], first["sum"]
+    for name, (low, high) in first["spearman_interval"].items():
+        assert low <= ranks[name] <= high
+    assert first["halves"]["spearman"] > 0.8
     assert ranks["drawn, by token"] > 0.9 and 0.8 < sums["drawn, by token"] < 1.2
     assert ranks["drawn, by sequence"] > 0.8 and 0.6 < sums["drawn, by sequence"] < 1.6
     apart = first["all_low"]["kl"] - first["single_kls"] - first["interaction"]
-    assert 0 < apart < first["single_kls"] / 13  # the one that was not measured
-    assert len(first["of_operators"]["kl"]) == len(first["of_operators"]["mse"]) == 13
+    assert 0 < apart < first["single_kls"]  # those that were not measured
+    assert len(first["of_operators"]["kl"]) == len(first["of_operators"]["mse"]) == first["measured"]
 
     call(price, *singly)  # has all of it already
     assert (tmp_path / "out.json").read_text() == record
@@ -292,7 +300,31 @@ def test_prices_against_single_kls(
     assert found["all_low"] == pytest.approx(first["all_low"]) and "| sim_e2m1 | 0." in capsys.readouterr().out
 
 
+def test_operators_of_a_rank_correlation_are_chosen_by_no_score() -> None:
+    """The highest of a score agree with it by choice, so they are measured beside the operators that are compared."""
+    names = [f"layers.{i // 7}.{'abcdefg'[i % 7]}" for i in range(210)]
+    draws = np.random.default_rng(0).random((len(price.NATS), 210))
+    estimates = dict(zip(price.NATS, draws, strict=True))
+    measured, spread = price.sample(names, estimates, 48)
+    assert len(spread) == 48 and {*spread} < {*measured}
+    assert all({*np.argsort(-values)[:12].tolist()} <= {*measured} for values in estimates.values())
+    other, same = price.sample(names, {name: -values for name, values in estimates.items()}, 48)
+    assert same == spread and other != measured
+    assert {names[i].rpartition(".")[2] for i in spread} == {*"abcdefg"}
+    assert price.sample(names, estimates, 300) == ([*range(210)], [*range(210)])
+
+
+def test_the_interval_of_a_rank_correlation_covers_it() -> None:
+    """Pairs of normal numbers with the correlation 0.8, whose rank correlation is 6 / pi asin(0.4)."""
+    draws, true = np.random.default_rng(0).normal(size=(200, 2, 60)), 6 / math.pi * math.asin(0.4)
+    found = [price.rank_interval(x, 0.8 * x + 0.6 * y) for x, y in draws]
+    held = np.mean([one["low"] <= true <= one["high"] for one in found])
+    assert 0.88 < held < 0.99  # percentiles of a bootstrap hold a little less than they say
+
+
 # ---- what plans buy ----
+
+SCORED = ("mse", "gradient norm", "elements")
 
 
 def rows_of(losses: dict[str, list[float]], low: str = "nvfp4", **more: Any) -> list[dict[str, Any]]:
@@ -313,6 +345,7 @@ def test_every_arm_fills_the_budget_with_its_recipes(arm: str) -> None:
     from plausible import diagnosis
 
     found = diagnosis(6)
+    found = replace(found, scores=found.scores | {"elements": dict.fromkeys(found.operators, 1.0)})
     areas = {name: a * b for name, (a, b) in found.operators.items()}
     time = {"mxfp8": 2, "bf16": 4}
     for budget in (0.15, 0.3):
@@ -325,21 +358,39 @@ def test_every_arm_fills_the_budget_with_its_recipes(arm: str) -> None:
         next_one = min(area for name, area in areas.items() if name not in choice.pins)
         assert budget - choice.extra < (3 if "bf16" in arm else 1) * next_one / sum(areas.values())
         assert plans.pins_of(plans.Cell("a", "nvfp4", "plan", budget, 0), found).after <= choice.after
-    orders = [list(plans.pins_of(plans.Cell("a", "nvfp4", arm, 0.3, order), found).pins) for order in (0, 1)]
-    assert (orders[0] != orders[1]) == (arm == "random")
+    draws = [list(plans.pins_of(plans.Cell("a", "nvfp4", arm, 0.3, 0, draw), found).pins) for draw in (0, 1)]
+    assert (draws[0] != draws[1]) == (arm == "random")
+
+
+def test_each_score_chooses_by_its_own_numbers() -> None:
+    from plausible import diagnosis
+
+    found = diagnosis(6)
+    last = [*found.operators][-1]
+    high = {name: 1.0 + 99.0 * (name == last) for name in found.operators}
+    for arm, name in (("by element", "elements"), ("gradient norm", "gradient norm"), ("MSE", "mse")):
+        other = replace(found, scores={key: dict.fromkeys(high, 1.0) for key in ("mse", "gradient norm", "elements")})
+        other = replace(other, scores=other.scores | {name: high})
+        area = math.prod(found.operators[last]) / sum(math.prod(shape) for shape in found.operators.values())
+        assert [*plans.pins_of(plans.Cell("a", "nvfp4", arm, area * 1.001, 0), other).pins] == [last]
 
 
 def test_the_fraction_closed_and_its_test_by_hand() -> None:
     """In orders 0 to 2 the plan closes 90%, 80% and 100%, and BF16 50%, 60% and 40%. Order 3 lacks the plan."""
     frame = pd.DataFrame(rows_of(LOSSES))
     plan, mxfp8, bf16 = plans.table(frame)
-    assert (plan["n"], plan["closed"], plan["half_width"]) == (3, pytest.approx(0.9), pytest.approx(0.24841, abs=1e-5))
+    assert (plan["n"], plan["checkpoints"], plan["orders"]) == (3, 1, 3)
+    assert (plan["saved"], plan["saved_half_width"]) == (pytest.approx(0.9), pytest.approx(0.24841, abs=1e-5))
+    # The gap is 1 in every order, so that Fieller's interval is that of the numerator.
+    assert plan["closed"] == pytest.approx(0.9) and plan["closed_high"] - 0.9 == pytest.approx(0.24841, abs=1e-5)
     assert "p" not in plan and bf16["closed"] == pytest.approx(0.5)
     # Differences 0.4, 0.2, 0.6: t = 0.4 / (0.2 / sqrt 3) = 3.464, of which p = 1 - t / sqrt(t^2 + 2) at two degrees.
     assert (bf16["plan_more"], bf16["p"]) == (pytest.approx(0.4), pytest.approx(1 - math.sqrt(12 / 14)))
-    assert bf16["plan_more_half_width"] == pytest.approx(4.30265 * 0.2 / math.sqrt(3), rel=1e-5)
+    assert bf16["plan_more_nats_half_width"] == pytest.approx(4.30265 * 0.2 / math.sqrt(3), rel=1e-5)
     assert bf16["detectable"] == pytest.approx((4.30265 + 1.06066) * 0.2 / math.sqrt(3), rel=1e-5)
-    assert (mxfp8["plan_more"], mxfp8["p"], mxfp8["detectable"]) == (0.0, 1.0, 0.0)  # the same pins
+    assert (mxfp8["plan_more"], mxfp8["p"]) == (0.0, 1.0) and "detectable" not in mxfp8  # the same pins
+    shown = plans.table(pd.DataFrame(rows_of(LOSSES | {"bf16": [2.5, 2.79, 2.5, 2.8]})))[-1]
+    assert shown["p"] < 0.05 and "detectable" not in shown
     few = plans.table(frame[(frame.order != 2) | (frame.arm != "bf16")])  # killed in order 2, which is left out
     assert [(row["arm"], row["n"]) for row in few] == [("plan", 2), ("mxfp8", 2), ("bf16", 2)]
     assert few[0]["closed"] == pytest.approx(0.85)
@@ -348,6 +399,37 @@ def test_the_fraction_closed_and_its_test_by_hand() -> None:
     wider = frame.assign(loss=frame.loss + (frame.order == 2) * (frame.arm == "never"))  # a gap of 2 where BF16 lacks
     few = plans.table(wider[(wider.order != 2) | (wider.arm != "bf16")])
     assert few[0]["closed"] == pytest.approx(0.85)
+
+
+def test_the_unit_of_a_table_is_the_checkpoint() -> None:
+    """Five orders of two checkpoints are two pairs: the plan saves 0.8 of 1 nat on one, and 1.8 of 2 on the other."""
+    orders = [0.0, 0.1, 0.2, 0.3, 0.4]
+    rows = []
+    for base, never, plan, bf16 in (("a", 3.0, 2.2, 2.6), ("b", 4.0, 2.2, 3.0)):
+        losses = {"never": never, "always": 2.0, "plan": plan, "bf16": bf16}
+        rows += [row | {"base": base} for row in rows_of({arm: [x + at for at in orders] for arm, x in losses.items()})]
+    plan, bf16 = plans.table(pd.DataFrame(rows))
+    assert (plan["n"], plan["checkpoints"], plan["orders"]) == (10, 2, 5)
+    assert plan["closed"] == pytest.approx(0.85) and plan["closed_high"] - 0.85 == pytest.approx(
+        12.7062 * 0.05, rel=1e-4
+    )
+    # 0.4 and 0.8 nats more than BF16: t = 0.6 / 0.2 = 3 with one degree of freedom, where t has Cauchy's distribution.
+    assert bf16["plan_more_nats"] == pytest.approx(0.6) and bf16["p"] == pytest.approx(1 - 2 * math.atan(3) / math.pi)
+    assert bf16["plan_more_nats_half_width"] == pytest.approx(12.7062 * 0.2, rel=1e-4)
+    one_base = [row for row in rows if row["base"] == "a"]
+    assert plans.table(pd.DataFrame(one_base))[1]["p"] < 1e-6  # of its orders, which are all alike
+
+
+def test_a_ratio_over_noise_has_no_interval() -> None:
+    draws = np.random.default_rng(0).normal(size=(2, 2000, 6))
+    above, below = pd.DataFrame(1.0 + 0.3 * draws[0].T), pd.DataFrame(2.0 + 0.6 * draws[1].T + 0.3 * draws[0].T)
+    limits = [plans.fieller(above[at], below[at])[1:] for at in above]
+    held = np.mean([low <= 0.5 <= high for low, high in limits])
+    assert abs(held - 0.95) < 0.015  # a standard error of 0.005
+    assert plans.fieller(above[0], below[0] - below[0].mean() + 0.1) == (None, None, None)
+    losses = LOSSES | {"always": [2.9, 3.3, 3.0, 3.4]}
+    plan, *_ = plans.table(pd.DataFrame(rows_of(losses)))
+    assert plan["closed"] is None and plan["saved"] == pytest.approx(0.9)
 
 
 def test_diagnosed_sequences_are_not_validated_on() -> None:
@@ -383,12 +465,17 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pyte
     config = cache(lambda *own: load_composed(OmegaConf.merge(tree, OmegaConf.from_dotlist([*own])), [*words, *own]))
     monkeypatch.setattr(Forks, "config", lambda _, *words: config(*words))
     monkeypatch.setattr(Forks, "__call__", fork)
-    monkeypatch.setattr(plans.Base, "diagnosis", lambda *_: diagnosis(4))
+    given = diagnosis(4, scores={key: dict.fromkeys(diagnosis(4).operators, 1.0) for key in SCORED})
+    monkeypatch.setattr(plans.Base, "diagnosis", lambda *_: given)
+    monkeypatch.setattr(plans, "DRAWS", 4)
     asked = ["forks", out, "training.eval_sequences=60", "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
     call(plans, *asked)
     cells = [astuple(cell)[1:3] for cell in plans.recorded([out])]
     both = ["never", "always"] * 2
-    assert cells == [("mxfp4", arm) for arm in both] + [("nvfp4", arm) for arm in (*both, *plans.ARMS, *plans.ARMS)]
+    arms = [arm for arm in plans.ARMS for _ in range(2 if arm == "random" else 1)]
+    assert cells == [("mxfp4", arm) for arm in both] + [("nvfp4", arm) for arm in (*both, *arms, *arms)]
+    drawn = [(cell.order, cell.draw) for cell in plans.recorded([out]) if cell.arm == "random"]
+    assert drawn == [(0, 0), (0, 2), (1, 1), (1, 3)]
     assert "no other arm of mxfp4" in capsys.readouterr().out and made[1] == "mxfp4 always 0"
     before = len(made)
     out.write_text(out.read_text()[:-20])  # killed while it wrote
@@ -398,7 +485,8 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pyte
     table = tmp_path / "table.json"
     call(plans, "table", table, out, out)
     record = json.loads(table.read_text())
-    assert record["gaps"]["nvfp4"]["mean"] == pytest.approx(1.0) and [r["n"] for r in record["rows"]] == [2] * 7
+    assert record["gaps"]["nvfp4"]["mean"] == pytest.approx(1.0)
+    assert [row["n"] for row in record["rows"]] == [2] * len(plans.ARMS)
     call(plans, "table", table, out, "--each-base", "--base", "shipped")
     each = json.loads(table.read_text())
     assert each["gaps"]["shipped nvfp4"] == record["gaps"]["nvfp4"]
