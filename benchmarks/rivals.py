@@ -14,7 +14,8 @@ A budget is extra time of the GEMMs that a plan may move, relative to their time
 in the blocks, without the output head. 4, 8 and 16 bits take 1 : 2 : 4. Every arm is given the same budget and at most
 one operator less than it. All scores read the same 16 sequences; the KL is measured in FP32 on 32 others.
 
-    plan                    what `gnmr diagnose` chooses, from the 16 sequences and 16 more to select on
+    plan                    what `gnmr diagnose` chooses: solved by several scores of the 16 sequences, and selected
+                            on 16 more
     price                   our knapsack over the prices; to MXFP8 and BF16 under NVFP4
     price, one recipe       the same to the one recipe that the rivals below have
     AutoQuantize, gradient  ModelOpt's own library with our casts; it also chooses among all recipes
@@ -35,14 +36,16 @@ import argparse
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import sem
 from torch import Tensor, nn
 
 import rival_scores
@@ -195,6 +198,28 @@ class LowPath:
         more = math.fsum(self.times[name, "fprop"][r] - self.times[name, "fprop"][self.low] for name, r in pins.items())
         return more / math.fsum(time[self.low] for time in self.times.values())
 
+    @cached_property
+    def _selection(self) -> SequenceKls:
+        return SequenceKls(self.measured, self.measured.selection)
+
+    def selected(self, budget: float) -> Pins:
+        """Return the plan that `gnmr diagnose budget=...` selects.
+
+        Like there, the plan of each score is measured on the sequences of the selection, and another score replaces the
+        price only if its plan leaves less by more than the paired standard error. The prices are measured once for all
+        budgets here.
+        """
+        diagnosis = replace(self.diagnosis, budget=budget)
+        pins_of = {score: _fprop(choice) for score, choice in diagnosis.candidates().items()}
+        kls = {key: self._selection.of(self.low, pins)["kls"] for key, pins in _by_key(pins_of.values()).items()}
+        by_price = np.array(kls[key_of(pins_of["price"])])
+        best, least = "price", by_price.mean()
+        for score, pins in pins_of.items():
+            left = np.array(kls[key_of(pins)])
+            if (left - by_price).mean() < -sem(left - by_price) and left.mean() < least:
+                best, least = score, left.mean()
+        return pins_of[best]
+
     def cells(self, arms: Sequence[str], budgets: Sequence[float]) -> Iterator[Cell]:
         """Yield the plans that are wanted, arm by arm."""
         yield Cell(self.low, rival_table.NOTHING, 0.0, 0)
@@ -220,13 +245,13 @@ class LowPath:
             given = self.diagnosis.prices, self.times, self.low
             return _fprop(pin_in_order(order, *given, self.rescues[0], cell.budget))
         if cell.arm == "plan":
-            return _fprop(self.diagnosis.choice(cell.budget))
+            return self.selected(cell.budget)
         if cell.arm == "oracle":
             prices = self.oracle
         elif cell.arm in rival_scores.SCORES:
             prices = _on_recipes(self.scores[cell.arm], (self.low, self.rescues[0]))
         else:
-            prices = self.diagnosis.prices
+            prices = self.diagnosis.prices  # by price
             if cell.arm == "price, one recipe":
                 prices = _on_recipes(prices, (self.low, self.rescues[0]))
         return _fprop(choose(prices, self.times, self.low, cell.budget))
@@ -240,14 +265,14 @@ def _on_recipes(prices: Prices, recipes: Sequence[str]) -> Prices:
     return {item: {recipe: values[recipe] for recipe in recipes} for item, values in prices.items()}
 
 
-class HeldOut:
-    """The KL of plans on the held-out sequences."""
+class SequenceKls:
+    """The KL of plans on some sequences."""
 
-    def __init__(self, measured: Measured) -> None:
+    def __init__(self, measured: Measured, batches: Sequence[Batch]) -> None:
         """Run the model without low precision."""
-        self._measured = measured
+        self._measured, self._batches = measured, batches
         with torch.no_grad():
-            outputs = [measured.run(measured.model, batch) for batch in measured.held_out]
+            outputs = [measured.run(measured.model, batch) for batch in batches]
         self._exact = [(torch.log_softmax(logits.float(), dim=-1), targets) for logits, targets in outputs]
 
     @torch.no_grad()
@@ -259,7 +284,7 @@ class HeldOut:
         kls: list[Tensor] = []
         same: list[Tensor] = []
         try:
-            for batch, (log_p, targets) in zip(measured.held_out, self._exact, strict=True):
+            for batch, (log_p, targets) in zip(self._batches, self._exact, strict=True):
                 logits, _ = measured.run(measured.model, batch)
                 converted.end_step()
                 kls.append(divergence(log_p, logits, targets))
@@ -277,6 +302,11 @@ class HeldOut:
 def key_of(pins: Mapping[str, str]) -> str:
     """Return a name for these pins."""
     return hashlib.sha256(json.dumps(pins, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _by_key(plans: Iterable[Pins]) -> dict[str, Pins]:
+    """Return the plans that differ, by their names."""
+    return {key_of(pins): pins for pins in plans}
 
 
 class Rows:
@@ -323,7 +353,7 @@ def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
                 rows.append({"kind": "plan", **cell._asdict(), "extra": extra, "key": key_of(pins), "pins": pins})
                 print(f"{low} {cell.arm} {cell.budget:.1%}: +{extra:.2%}, {len(pins)} operators", flush=True)
         rows.append({"kind": "planned"})
-    held_out = HeldOut(measured)
+    held_out = SequenceKls(measured, measured.held_out)
     for plan in [row for row in rows.rows if row["kind"] == "plan"]:
         if (plan["low"], plan["key"]) not in rows.of("kl", "low", "key"):
             found = held_out.of(plan["low"], plan["pins"])

@@ -141,17 +141,20 @@ def test_a_run_goes_on_where_it_was_killed(
     words += ["--results", tmp_path, "--state", tmp_path / "state"]
     rows = tmp_path / "rivals-a.jsonl"
 
-    plain, left = rivals.HeldOut.of, [3]
+    plain = rivals.Rows.append
+    for kind, number in (("plan", 20), ("kl", 4)):
+        left = [number]
 
-    def killed(self: Any, *given: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return plain(self, *given)
+        def killed(self: Any, row: Any, kind: str = kind, left: list[int] = left) -> None:
+            left[0] -= row["kind"] == kind
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            plain(self, row)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(rivals.HeldOut, "of", killed)
-        call(*words)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(rivals.Rows, "append", killed)
+            call(*words)
+        assert rows.read_text().count(f'"kind": "{kind}"') == number
     with pytest.raises(SystemExit) as ended:
         call("report", tmp_path / "rivals-a")
     assert ended.value.code == 2 and "have no KL yet" in capsys.readouterr().err
@@ -196,14 +199,20 @@ def test_a_run_goes_on_where_it_was_killed(
 
 
 @pytest.mark.slow
-def test_the_kl_of_everything_low_is_that_of_a_diagnosis(trained: Path, text_file: Path) -> None:
+def test_kl_and_selected_plan_are_those_of_a_diagnosis(trained: Path, text_file: Path) -> None:
     measured = rivals.load(str(trained), text_file, 16, 16)
     path = rivals.LowPath(measured, "nvfp4", Path("unused"))
     found = path._diagnosis(measured.batches[:2], held_out=measured.held_out, confirm=0).held_out
     assert found is not None and found.kl is not None
-    mine = rivals.HeldOut(measured).of("nvfp4", {})
-    assert np.mean(mine["kls"]) == pytest.approx(found.kl, rel=1e-5)
-    assert rivals.HeldOut(measured).of("nvfp4", dict.fromkeys(path.operators, "bf16"))["same_top"] == [1.0] * 16
+    kls = rivals.SequenceKls(measured, measured.held_out)
+    mine = kls.of("nvfp4", {})
+    second_half = mine["kls"][len(mine["kls"]) // 2 :]  # the first one is for a choice among plans
+    assert np.mean(second_half) == pytest.approx(found.kl, rel=1e-5)
+    budget = 0.2
+    asked = path._diagnosis(measured.batches, held_out=[*measured.selection] * 2, budget=budget)
+    assert len(asked.selection) > 3, "there was a choice"
+    assert path.selected(budget) == rivals._fprop(asked.choice())
+    assert kls.of("nvfp4", dict.fromkeys(path.operators, "bf16"))["same_top"] == [1.0] * 16
 
 
 # ---- the table and the claims ----
