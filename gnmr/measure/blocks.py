@@ -278,6 +278,8 @@ class BlockByBlock:
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_()
             objective, by_sequence = objective_of(self._tail(batch, place, hidden, like))
+            if sequences is not None and by_sequence is not None:  # of a head that is measured
+                sequences.find(by_sequence)
             # The head: dL/dh of what leaves the last block.
             (gradient,) = torch.autograd.grad(objective, hidden, allow_unused=True)
             number = 0 if by_sequence is None else len(by_sequence)

@@ -384,6 +384,8 @@ class ModelPasses(ForwardPasses):
         # The forward pass with everything low.
         counting = Counting(self.model, self.converted.operators)
         low = self.forward(batch, place, low=self.all_low, around=counting.all)
+        if self.blocks is not None:
+            self.read |= {product.name for product in counting.coverage.products if not product.called}
         self.advance(PASSES_PER_BATCH - (1 if self.blocks is None else 4))
         return BatchCosts(
             terms=terms,

@@ -54,7 +54,8 @@ def stored(family: str, folder: Path) -> Any:
             if parameter.dim() > 1:
                 parameter *= 4
     model.save_pretrained(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # Tables of positions are made in BF16, as in any pass of the model that was saved.
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().eval()
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,16 @@ def stored(family: str, folder: Path) -> Any:
 )
 def test_an_estimate_by_blocks_is_that_of_the_whole_model(family: str, tmp_path: Path) -> None:
     in_memory = stored(family, tmp_path)
+    options: dict[str, Any] = {"include": ["head", "kv"]} if family == "llama" else {}
+    if family in ("jamba", "mamba"):  # widths that mxfp8 cannot have
+        options["rescue"] = ["bf16"]
     try:
         model, weights = open_stored(str(tmp_path), torch.float32, torch.device("cpu"))
-        by_blocks = diagnosed(model, weights=weights.read).tree()
+        by_blocks = diagnosed(model, weights=weights.read, **options).tree()
     except (NotFollowed, NotReadByBlocks) as error:
         assert family not in QUICK
         pytest.skip(f"{error}")
-    whole = leaves(json.loads(json.dumps(diagnosed(in_memory).tree())))
+    whole = leaves(json.loads(json.dumps(diagnosed(in_memory, **options).tree())))
     apart = leaves(json.loads(json.dumps(by_blocks)))
     assert whole.keys() == apart.keys()
     for path, value in whole.items():

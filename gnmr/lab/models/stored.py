@@ -37,7 +37,10 @@ def open_stored(checkpoint: str, dtype: torch.dtype | None, device: torch.device
         from transformers import AutoModelForCausalLM
 
         with init_empty_weights(include_buffers=False):  # rotary frequencies are computed, not read
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            # Tables of positions are computed in float32, as `from_pretrained` does.
+            stored_dtype = config.dtype
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model.config.dtype = stored_dtype
         weights = StoredWeights(local(checkpoint, checkpoint), model)
     model.config.use_cache = False
     blocks = f"{named_blocks(model)[0]}."
