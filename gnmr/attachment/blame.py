@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gnmr.attachment.repeat import FORWARD, PassNumbers, Start, StepRepeater, compiles, repeating
+from gnmr.attachment.repeat import FORWARD, PassNumbers, Start, StepRepeater, repeating
 from gnmr.control import Unit
 from gnmr.control.norms import UnitNorms, gradient_norms
 from gnmr.conversion import ConvertedModel
@@ -154,7 +154,7 @@ def find_nonfinite(repeater: StepRepeater, step: int) -> Verdict:
     while True:
         loss, culprits = _first_nonfinite(repeater, recovered)
         if math.isfinite(loss) and not recovered:
-            eager = " without torch.compile" if compiles() else ""
+            eager = " without torch.compile" if repeater.converted.in_graphs else ""
             return verdict("not_reproducible", f"the loss is {loss:.4g} when the step is repeated{eager}")
         if math.isfinite(loss):
             return verdict("precision", f"the loss is {loss:.4g} with them on the recovery path", recovered)

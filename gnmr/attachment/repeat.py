@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -112,7 +111,7 @@ class StepRepeater:
         try:
             with (
                 self.converted.high_precision() if sixteen else nullcontext(),
-                nullcontext() if compiled or not compiles() else torch.compiler.set_stance("force_eager"),
+                nullcontext() if compiled else torch.compiler.set_stance("force_eager"),
             ):
                 yield
         finally:
@@ -190,11 +189,6 @@ class StepRepeater:
             for operator, square in zip(operators, squares, strict=True):
                 # An operator may run several times in a step, of which the worst counts.
                 errors[operator] = max(errors.get(operator, 0.0), square if math.isfinite(square) else math.inf)
-
-
-def compiles() -> bool:
-    """Return True if anything may have been compiled; importing torch's compiler takes a second."""
-    return "torch._dynamo" in sys.modules
 
 
 @contextmanager

@@ -46,13 +46,28 @@ def _norms_of(gradients: Sequence[Tensor | None], device: torch.device) -> Tenso
     if any(sparse for _, sparse in kinds):  # an embedding's: only some rows are stored, the others are 0
         existing = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in existing]
     dtype = torch.float64 if any(dtype == torch.float64 for dtype, _ in kinds) else torch.float32
-    # torch has no public batched norm; torch.nn.utils.get_total_norm calls the same kernel, but returns one number.
-    norms = torch.stack(torch._foreach_norm(existing, 2, dtype=dtype)).double()
+    norms = batched_norms(existing, 2.0, dtype)
     if len(existing) == len(gradients):
         return norms
     present = flags([gradient is not None for gradient in gradients], device)
     # The norms keep the order of the parameters; those without a gradient stay 0.
     return torch.zeros(len(gradients), dtype=torch.float64, device=device).masked_scatter_(present, norms)
+
+
+def batched_norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> Tensor:
+    """Return the norms of all tensors by one batched call.
+
+    Args:
+        tensors: P tensors of any shapes, on one device.
+        order: 2 or Inf.
+        dtype: dtype in which a norm is accumulated.
+
+    Returns:
+        (P,) float64 on their device.
+    """
+    # Private, because torch has no public batched norm: torch.nn.utils.get_total_norm calls the same kernel and returns
+    # one number for all tensors. A public call that returns each norm would replace it.
+    return torch.stack(torch._foreach_norm(list(tensors), order, dtype=dtype)).double()
 
 
 class Distinct:

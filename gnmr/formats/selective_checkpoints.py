@@ -6,8 +6,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-import torch
-
 # Private, because torch has no public way to leave selective checkpointing; an ignored operation per cast would be one.
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -27,8 +25,6 @@ def always_recomputed(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not torch._C._len_torch_dispatch_stack():
-            return function(*args, **kwargs)
         modes = dispatch._get_current_dispatch_mode_stack()
         if not any(isinstance(mode, _CACHES) for mode in modes):
             return function(*args, **kwargs)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gnmr.attachment.ranks.reduce import DistributedRanks, counts, is_sharded, local
 from gnmr.control.device import flags
+from gnmr.control.norms import batched_norms
 from gnmr.errors import UserError, as_user_error
 from gnmr.options import fraction, positive, require, whole_number
 
@@ -96,10 +97,8 @@ def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter
     present = [tensor is not None and local(tensor).numel() > 0 for tensor in tensors]
     norms = torch.zeros(len(tensors), dtype=torch.float64, device=device)
     if any(present):
-        # torch has no public batched norm; torch.nn.utils.get_total_norm calls the same kernel, but returns one number.
         existing = [local(tensor) for tensor in tensors if tensor is not None and local(tensor).numel() > 0]
-        values = torch.stack(torch._foreach_norm(existing, order, dtype=torch.float32)).double()
-        norms.masked_scatter_(flags(present, device), values)
+        norms.masked_scatter_(flags(present, device), batched_norms(existing, order, torch.float32))
     if not any(is_sharded(p) for p in parameters):
         return norms
     if order == torch.inf:
