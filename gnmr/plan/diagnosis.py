@@ -569,11 +569,11 @@ def plan_label(diagnosis: Diagnosis) -> str:
 
 def token_line(diagnosis: Diagnosis) -> str:
     """Return what low precision and the plan do to single held-out tokens; empty without a KL."""
+    without_plan = "between the two sides" if diagnosis.against else f"on {diagnosis.recipe}"
+    if diagnosis.pins:
+        without_plan = "under the plan"
     clauses = []
-    for name, cost in (
-        (f"on {diagnosis.recipe}", diagnosis.held_out),
-        ("under the plan", diagnosis.remaining.get("plan")),
-    ):
+    for name, cost in ((without_plan, diagnosis.held_out), ("under the plan", diagnosis.remaining.get("plan"))):
         if cost is not None and cost.same_top is not None and cost.kl_99 is not None:
             clauses.append(f"{cost.same_top:.1%} of tokens and {format_nats(cost.kl_99)} nats {name}")
     return f"top prediction unchanged, and 99th percentile of the KL: {'; '.join(clauses)}" if clauses else ""
