@@ -8,8 +8,11 @@
     python benchmarks/plans.py solver OUT.json
 
 `forks`: a fork continues a base for 40 steps in low precision with the pins of its arm. Its loss is the validation loss
-in BF16 afterwards. Forks of one base and data order share their data. They form a replicate, the unit of a paired test.
-Words without a dash are overrides of the config; bases of your own text need their data.path.
+in BF16 afterwards. Forks of one base and data order share their data. They form a replicate.
+Words without a dash are overrides of the config; bases of your own text need their data.path. A plan is made once on a
+base, so a test over bases needs several, at least four:
+
+    for seed in 0 1 2 3; do gnmr train experiment=fork_base training.seed=$seed run_dir=runs/base-$seed; done
 
     never, always           no pin, and every GEMM in BF16
     plan                    the plan of `gnmr.diagnose` on this base, of MXFP8 and BF16 pins

@@ -52,6 +52,7 @@ import rival_scores
 import rival_table
 from gnmr.conversion import PathSpec, convert
 from gnmr.conversion.unit_names import unit_of
+from gnmr.errors import UserError
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import load_subject
@@ -335,7 +336,15 @@ class Rows:
 
 def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Make the plans that the file lacks, then measure the KLs that it lacks."""
+    missing = {*asked.arms} & {*LIBRARY} and not (rival_scores.LIBRARIES / "modelopt").is_dir()
+    if missing:
+        parser.error("ModelOpt is not in .libraries: run make test-libraries, or leave its arms out of --arms")
+    if asked.sequences < 4 * SIZE or asked.sequences % SIZE:
+        parser.error(f"--sequences {asked.sequences}: must be a multiple of {SIZE} from {4 * SIZE} on")
+    asked.results.mkdir(parents=True, exist_ok=True)
     rows = Rows(asked.results / f"rivals-{asked.name}.jsonl")
+    if unknown := [*({*asked.arms} - {*ARMS}), *({*asked.low} - {*RESCUES})]:
+        parser.error(f"{unknown[0]}: is none of {', '.join((*ARMS, *RESCUES))}")
     settings = {key: getattr(asked, key) for key in ("sequences", "length", "arms", "budgets", "low")}
     settings = json.loads(json.dumps(settings))
     if rows.rows and rows.rows[0]["settings"] != settings:
@@ -437,7 +446,10 @@ def main() -> None:
         of_record.add_argument("record", type=Path, help="without an ending")
         of_record.set_defaults(command=command)
     asked = parser.parse_args()
-    asked.command(asked, parser)
+    try:
+        asked.command(asked, parser)
+    except UserError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -215,6 +215,27 @@ def test_kl_and_selected_plan_are_those_of_a_diagnosis(trained: Path, text_file:
     assert kls.of("nvfp4", dict.fromkeys(path.operators, "bf16"))["same_top"] == [1.0] * 16
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--sequences", "10"], "multiple of 4"),
+        (["--arms", "plan;best"], "best: is none of"),
+        (["--low", "nvfp5"], "nvfp5: is none of"),
+        ([], "there is no such run"),
+        (["--arms", "plan;AutoQuantize, kl_div"], "make test-libraries"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], says: str, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(rival_scores, "LIBRARIES", tmp_path / "none")
+    words = words if "--arms" in words else [*words, "--arms", "plan"]
+    with pytest.raises(SystemExit) as ended:
+        call("run", "a", tmp_path / "nowhere", tmp_path / "text", "--results", tmp_path, *words)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and says in error and "Traceback" not in error
+
+
 # ---- the table and the claims ----
 
 
