@@ -117,6 +117,7 @@ def test_a_loss_of_an_offloaded_model_is_estimated(tmp_path: Path) -> None:
     assert loss_of(offloaded(whole, "disk", tmp_path)) == loss_of(whole)
 
 
+@pytest.mark.filterwarnings("error:.*cannot be run block by block")
 def test_parts_outside_of_the_plan_are_measured_too(tmp_path: Path) -> None:
     whole = Decoder()
     assert diagnosed(offloaded(whole, "disk", tmp_path), include=["head"]) == diagnosed(whole, include=["head"])
