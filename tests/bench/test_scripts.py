@@ -447,6 +447,7 @@ def test_diagnosed_sequences_are_not_validated_on() -> None:
         plans.unseen(both[:100], 64)
 
 
+@pytest.mark.slow
 def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from plausible import diagnosis
 

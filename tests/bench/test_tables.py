@@ -72,6 +72,7 @@ def test_the_pages_have_the_numbers_of_the_records(monkeypatch, capsys):
     assert tables.main() == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_changed_number_is_found(monkeypatch, capsys):
     """Without writing anything."""
     honest = tables.numbers_of_plans

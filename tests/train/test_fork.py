@@ -160,7 +160,7 @@ def test_the_last_steps_heal(tmp_path, train, words):
         pytest.param(in_step(2), marks=pytest.mark.slow),
         pytest.param(in_step(4), marks=pytest.mark.slow),
         at_file("open", ".writing-step-00000006/.metadata"),
-        at_file("open", ".writing-step-00000008/.metadata"),
+        pytest.param(at_file("open", ".writing-step-00000008/.metadata"), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("arm", ["random", "saved", "resets", pytest.param("stochastic", marks=pytest.mark.slow)])
