@@ -28,7 +28,7 @@ from gnmr.lab.models import pretrained
 from gnmr.measure.blocks import named_blocks
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_IMPORTS, _PER_INPUT, _PER_LOGIT = 400_000_000, 23, 36
+_IMPORTS, _PER_INPUT, _PER_LOGIT = 400_000_000, 12, 36
 """Bytes of a diagnosis: of the libraries, and per token of an input of a linear and of a logit (measured on a CPU)."""
 _CASTS, _ACTIVATIONS = 8, 6
 """Casts of the largest matrix, and copies of each input of a matrix, that stand while a block is measured."""
@@ -213,8 +213,9 @@ def refuse_blocks(
         matrices = [p.shape[-2:].numel() for block in blocks for p in block.parameters() if p.dim() > 1]
         inputs = sum(p.shape[-1] for p in blocks[0].parameters() if p.dim() > 1)
         in_block = _CASTS * max(matrices) + _ACTIVATIONS * most * inputs
-    # A block and the tensor that is read next; logits, others or their gradient, and a slice of them.
-    total = _IMPORTS + size * (around + 2 * of_block + hidden * width) + 4 * (in_block + 3 * most * vocabulary)
+    # A block and the tensor that is read next; logits, others or their gradient, and slices of them.
+    per_logit = 12 if recipes else _PER_LOGIT
+    total = _IMPORTS + size * (around + 2 * of_block + hidden * width) + 4 * in_block + per_logit * most * vocabulary
     there, has = _memory_of(device)
     if total > there:
         what = "measure=all" if recipes else "diagnose"
