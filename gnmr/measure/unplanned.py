@@ -65,7 +65,6 @@ class UnplannedParts:
             settle(self.converted, model)
             for operator in self.converted.operators:
                 operator.switch(True)
-            for operator in self.converted.operators:
                 assert isinstance(operator.low, Recipe)
                 operator.low = Recipe(operator.low.name, fprop=operator.low.fprop, dgrad=Gemm(), wgrad=Gemm())
             self._meter = measure_prices(self.converted, ["price_fprop"], 1, frozen=True)
