@@ -98,6 +98,7 @@ class Blocks:
         self.modules: list[nn.Module] = [*blocks]
         if len(set(self.modules)) < len(self.modules):
             raise NotFollowed(f"{self.name} has one block in several places")
+        # An operator may be contained in another module, so that module decides which block it is in.
         inside = [set(block.modules()) for block in self.modules]
         self.operators = [[o for o in operators if o.module in modules] for modules in inside]
         """The operators of each block."""
@@ -145,6 +146,7 @@ class BlockByBlock:
         )
         """Returns a context in which the block of this number has its weights."""
         if weights is not None:
+            # Weights are read in the dtype and to the device of what the model has in memory: its embedding and head.
             around = next((parameter for parameter in model.parameters() if not parameter.is_meta), None)
             if around is None:
                 raise NotFollowed("its embedding and head have no weights")
@@ -157,6 +159,7 @@ class BlockByBlock:
 
     def calls(self, batches: int, variants: Mapping[str, Variant], before: int | None = None) -> int:
         """Return the number of calls of blocks that `outputs` makes, in all blocks or in those `before` one."""
+        # Each block runs once for the exact model, and once for each variant that has been born by then.
         end = len(self.blocks.modules) if before is None else before
         return batches * (end + sum(max(0, end - self._first_block(variant)) for variant in variants.values()))
 
@@ -189,6 +192,7 @@ class BlockByBlock:
         copies: list[dict[str, Tensor]] = [{} for _ in batches]
         births = {name: self._first_block(variant) for name, variant in variants.items()}
         begin = 0
+        # Continue after the last block whose hidden states were saved.
         if state is not None and state.exists():
             begin = _load_state(state, exact, copies, [*variants])
             self.advance(self.calls(len(batches), variants, before=begin))
@@ -208,6 +212,7 @@ class BlockByBlock:
                     self._after_call()
             if state is not None and not _save_state(state, place + 1, exact, copies, [*variants]):
                 state = None
+        # The head turns what left the last block into outputs; each copy is dropped afterwards.
         for at, (batch, (_, _, like)) in enumerate(zip(batches, calls, strict=True)):
             with around_exact():
                 result = self._tail(batch, first_place + at, exact[at], like)
@@ -284,13 +289,16 @@ class BlockByBlock:
             (gradient,) = torch.autograd.grad(objective, hidden, allow_unused=True)
             number = 0 if by_sequence is None else len(by_sequence)
             del objective, by_sequence
+            # The blocks from the last to the first; `gradient` is dL/dh of what leaves block `at`.
             for at in reversed(range(len(self.blocks.modules))):
                 with self._loaded(at):
                     hidden = entering.pop().detach().requires_grad_()
                     # The block runs again with a graph, as in activation checkpointing.
                     leaving = _hidden_of(calls[at](self.blocks.modules[at], hidden), hidden)
+                    # The loss depends on nothing before this place.
                     if gradient is None or not leaving.requires_grad:
                         break
+                    # Further backward passes of the block, which show the sequence that each row belongs to.
                     if sequences is not None and number == len(hidden):
                         sequences.mark(number, hidden.device, partial(_weighted_backward, leaving, hidden, gradient))
                     (gradient,) = torch.autograd.grad(leaving, hidden, gradient, allow_unused=True)
@@ -332,20 +340,24 @@ class BlockByBlock:
         devices = ("cpu", "cuda")
         autocast = [torch.is_autocast_enabled(device) for device in devices]
 
+        # Takes the place of every block, records its arguments, and hands on the hidden states as they came.
         def record(at: int, *positional: Any, **named: Any) -> Any:
             call, hidden = _split(positional, named)
             if len(calls) != at:
                 raise NotFollowed(f"{self.blocks.name} is not called once a pass and in its order")
+            # Stubs hand on the tensor itself, so another object was computed between two blocks.
             if at and hidden is not entering[0]:
                 raise NotFollowed(f"the model changes hidden states between blocks of {self.blocks.name}")
             if at == 0:
                 if [torch.is_autocast_enabled(device) for device in devices] != autocast:
                     raise NotFollowed("`run` begins autocast, which blocks that are called outside of it would miss")
                 entering.append(hidden)
+                # Blocks that return a tensor alone need no example.
                 if self._tensors:
                     like.append(hidden)
                     calls.append(call)
                     return hidden
+                # Block 0 runs, because its result shows in which form the model expects the results of blocks.
                 with self._loaded(0), self._on_paths(0, Variant(())), _unstubbed(self.blocks.modules[0], forwards[0]):
                     like.append(call(self.blocks.modules[0], hidden))
                 self.converted.end_step()
@@ -374,6 +386,7 @@ class BlockByBlock:
         """Return what `run` gives if `hidden` leaves the last block."""
         last = len(self.blocks.modules) - 1
 
+        # Only what the last block returns reaches the head; what the others hand on is replaced by it.
         def skip(at: int, *positional: Any, **named: Any) -> Any:
             return _with_hidden(like, hidden if at == last else _split(positional, named)[1])
 
@@ -386,6 +399,7 @@ class BlockByBlock:
 
 def _weighted_backward(leaving: Tensor, hidden: Tensor, gradient: Tensor, weights: Tensor) -> None:
     """Run the backward pass of a block with the gradient (S, ...) of each sequence times its weight (S,)."""
+    # (S,) to (S, 1, ..., 1): one weight for all elements of a sequence.
     weights = weights.to(gradient).view(-1, *[1] * (gradient.dim() - 1))
     torch.autograd.grad(leaving, hidden, gradient * weights, retain_graph=True)
 
@@ -437,6 +451,7 @@ def _save_state(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    # Keys are "batch" for the exact model and "batch variant" for a copy.
     tensors = {f"{at}": hidden for at, hidden in enumerate(exact)}
     tensors |= {f"{at} {variants.index(name)}": hidden for at, of in enumerate(copies) for name, hidden in of.items()}
     contiguous = {key: hidden.contiguous() for key, hidden in tensors.items()}
@@ -474,6 +489,7 @@ def _stubbed(blocks: Sequence[nn.Module], stub: Callable[..., Any]) -> Iterator[
     """Run `stub(number of the block, *arguments)` in place of each block; yield the forwards of the instances."""
     forwards = [vars(block).get("forward") for block in blocks]
     for place, block in enumerate(blocks):
+        # An attribute of the instance hides the forward of its class.
         block.forward = partial(stub, place)
     try:
         yield forwards
@@ -532,6 +548,7 @@ class BlockWeights:
         try:
             for path, module in block.named_modules():
                 where = f"{prefix}{path}." if path else prefix
+                # Buffers that have values, such as rotary frequencies, stay as they are.
                 buffers = [(key, buffer) for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
                 for key, tensor in [*module.named_parameters(recurse=False), *buffers]:
                     values = self._read(where + key)

@@ -301,6 +301,7 @@ class Counting(TorchDispatchMode):
             self._ran.add(module)
 
     def _leave(self, module: nn.Module, *_: object) -> None:
+        # An exception that was not being handled when the pass began was raised inside it.
         if module is self._outermost:
             self._close(failed=sys.exception() is not self._before_pass[2])
 
@@ -318,6 +319,7 @@ class Counting(TorchDispatchMode):
         dense = type(module) is nn.Linear or isinstance(module, PathLinear) or not isinstance(module, nn.Linear)
         call = _LinearCall(Product(self._linears[module], "Linear"), dense and not transformed())
         x = next(_tensors((args, kwargs)), None)
+        # A dense linear counts for all that runs inside it.
         if x is not None and self._open and not any(outer.dense for outer in self._calls):
             call.multiplications = x.numel() // x.size(-1) * _area(module)
             if self._calls:
@@ -328,6 +330,7 @@ class Counting(TorchDispatchMode):
         if not self._calls:
             return
         call = self._calls.pop()
+        # What was dispatched inside is exact. Without it, the dense product counts, unless linears inside did.
         if call.multiplications is not None and (call.dispatched or not call.contains_linear):
             self._products[call.product] += call.dispatched or call.multiplications
 

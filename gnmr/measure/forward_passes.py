@@ -117,9 +117,11 @@ class ForwardPasses:
         """
         try:
             blocks = BlockByBlock(self.converted, self.model, self._run, recipes=self.rescues, weights=weights)
+            # A variant begins at the block of its operator, so every operator has to be in one.
             for operator in self.converted.operators:
                 if operator.operator_name not in blocks.blocks.place_of:
                     raise NotFollowed(f"{operator.operator_name} is outside of {blocks.blocks.name}")
+            # Without their weights, blocks cannot be compared with the whole model; only the kind of result is checked.
             if weights is not None:
                 with torch.no_grad():
                     result = blocks.without_blocks(batch)
@@ -129,6 +131,7 @@ class ForwardPasses:
                 output = output_of(result, "run of batch 1", trained=False)
                 if not _has_kl(output):
                     return
+                # Calling the blocks one by one has to give the same output exactly; this refuses NaN too.
                 if not self.forward(batch, 0).apart(output) == 0:
                     raise NotFollowed("the model computes something else if its blocks are called one by one")
         except NotFollowed as error:
@@ -259,6 +262,7 @@ class ForwardPasses:
         assert isinstance(self.converted.recovery, Recipe)
         exact = self.converted.recovery.fprop
         rescues = [name for name, recipe in self.rescues.items() if recipe.fprop != exact]
+        # A variant's name is "all", or a rescue (none: the low recipe), a space and the operator.
         variants = {"all": Variant(names)} | {f" {name}": Variant([name]) for name in names}
         variants |= {
             f"{rescue} {name}": Variant([name], {name: {"fprop": rescue}}) for rescue in rescues for name in names
@@ -289,11 +293,13 @@ class ForwardPasses:
         for _ in self.outputs(batches, {}, around_exact=counting.all):
             pass
         products = counting.coverage.called()
+        # Multiplications of all batches over inputs times outputs are the rows.
         rows = np.array(
             [products.get(o.operator_name, 0) // (o.in_features * o.out_features) for o in self.converted.operators]
         )
         costs = []
         for number, output in enumerate(high):
+            # (KL, tokens) of the sequences, added up, give the nats per token of the batch.
             means = {variant: kls[variant][number].sum(axis=0) for variant in variants}
             nats = {variant: float(kl / tokens) for variant, (kl, tokens) in means.items()}
             rescued = np.array([[nats.get(f"{rescue} {name}", 0.0) for name in names] for rescue in self.rescues])

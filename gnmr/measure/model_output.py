@@ -70,6 +70,7 @@ class Output:
         if self.loss is None or self.targets is not None or not self.loss.requires_grad:
             return self
         if self.logits is None:
+            # Without logits, the rows with a gradient in the linear nearest to the loss are its terms.
             most = max((rows for _, rows, _ in linears), default=0)
             for last, _, result in reversed(linears):
                 if terms := self._rows_with_gradient(result):
@@ -78,6 +79,7 @@ class Output:
                         terms = sum(self._rows_with_gradient(edge) for _, edge in calls)
                     return replace(self, terms=terms)
             return self
+        # With logits, a position counts if the loss depends on its logits.
         gradient = self._gradient()
         if gradient is None or not (counts := _counted(gradient)).any():
             return self
@@ -121,6 +123,7 @@ class Output:
         if self.logits is None or labels == "data":
             right = "has no loss to take the data's labels from; use labels='model', or give the targets"
             require(self.loss is not None, where, "logits", right)
+            # Targets without labels only say which positions count, so the loss itself is differentiated.
             if self.logits is None or self.targets is None or not self.labeled:
                 return scalar(self.loss, where), None
             chosen = self.targets
@@ -131,6 +134,7 @@ class Output:
                 logits, targets = logits.transpose(0, dim), None if targets is None else targets.transpose(0, dim)
             chosen = draw_labels(logits, generator, targets).transpose(0, dim)
         by_position = losses(self.logits.flatten(0, -2), chosen.flatten()).view(chosen.shape) / self.terms
+        # (S, T) to (S,); positions (S,) are a sequence each.
         by_sequence = by_position
         if by_position.dim() > 1:
             by_sequence = by_position.transpose(0, self.sequence_dim).flatten(1).sum(dim=1)
@@ -148,10 +152,12 @@ class Output:
         else:
             counts = (self.targets != IGNORED).cpu()
         high_logits, low_logits, targets = self.logits, low.logits, self.targets
+        # (T, S, V) to (S, T, V).
         if self.sequence_dim:
             high_logits, low_logits, counts = (x.transpose(0, 1) for x in (high_logits, low_logits, counts))
             targets = None if targets is None else targets.transpose(0, 1)
         number = counts.flatten(1).sum(dim=1) if counts.dim() > 1 else counts.long()
+        # A sequence without a position that counts has no KL, and `divergence` leaves it out too.
         number = number[number > 0].double()
         kl = divergence(high_logits, low_logits, targets).cpu()
         nats_and_number: np.ndarray = torch.stack([kl * number, number], dim=1).numpy()

@@ -92,6 +92,7 @@ class OperatorCalls:
         watched = dict.fromkeys(operator.shared for operator in operators)
         embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
         with ExitStack() as stack:
+            # Each conversion has one shared state for all of its operators.
             for shared in watched:
                 shared.watch = self.add
                 stack.callback(setattr, shared, "watch", None)
@@ -108,6 +109,7 @@ def _begin_graph_before(operator: nn.Module, inputs: tuple[Any, ...]) -> tuple[A
     refuse_transformed(operator.operator_name)
     if not inputs or not torch.is_grad_enabled() or inputs[0].requires_grad or not inputs[0].is_floating_point():
         return None
+    # A new leaf, so that the caller's tensor stays as it is.
     return inputs[0].detach().requires_grad_(), *inputs[1:]
 
 
@@ -115,6 +117,7 @@ def _begin_graph_after(_embedding: nn.Module, _inputs: Any, output: Tensor) -> T
     """Let the graph begin at what an embedding gives, which the model may then change in place."""
     if not torch.is_grad_enabled() or output.requires_grad or not output.is_floating_point():
         return None
+    # A leaf cannot be changed in place, but its clone can.
     return output.detach().requires_grad_().clone()
 
 
@@ -150,6 +153,7 @@ class ModelPasses(ForwardPasses):
             assert isinstance(recovery, Recipe)
             operator.recovery = replace(recovery, dgrad=Gemm(), wgrad=Gemm())
         assert isinstance(converted.recovery, Recipe)
+        # A rescue with the recovery recipe's fprop has no error against it, so it is not priced.
         exact = converted.recovery.fprop
         candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
         self._meter = measure_prices(
@@ -167,6 +171,7 @@ class ModelPasses(ForwardPasses):
         """True if this loss takes no softmax over the logits, so that these give no KL."""
         self._meter.enabled = False
         self._draw = torch.Generator(converted.device).manual_seed(0)
+        # An expert sees only the tokens that are routed to it, so its rows do not count the terms of a loss.
         experts = {o for o in converted.operators if of_any_expert(o.operator_name) != o.operator_name}
         plain = (m for n, m in model.named_modules() if isinstance(m, nn.Linear) and of_any_expert(n) == n)
         self._shared_linears = [m for m in dict.fromkeys([*plain, *converted.operators]) if m not in experts]
@@ -210,6 +215,7 @@ class ModelPasses(ForwardPasses):
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path, and find the positions that count."""
+        # If only the gradient of the loss says which positions count, this pass needs a graph too.
         if not self._counts_by_gradient:
             return self.forward(batch, place)
         self._recover()
@@ -229,6 +235,7 @@ class ModelPasses(ForwardPasses):
         """Run a forward pass with a graph, and find the positions that count, and the number of terms of the loss."""
         results: list[tuple[nn.Module, int, GradientEdge]] = []
 
+        # Keep the graph edge of each result instead of the tensor; `with_terms` takes the loss's gradient there.
         def keep(module: nn.Module, _inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.requires_grad:
                 results.append((module, output.shape[:-1].numel(), get_gradient_edge(output)))
@@ -243,6 +250,7 @@ class ModelPasses(ForwardPasses):
         if self._counts_by_gradient:
             with self._sequences.passing():
                 output = output.with_terms(results)
+        # The user's number of terms replaces what was counted.
         if output.logits is None and self._terms is not None:
             terms = self._terms(batch)
             require(terms >= 1, "terms", terms, "must be the number of terms in the loss of a batch, 1 or more")
@@ -262,6 +270,7 @@ class ModelPasses(ForwardPasses):
         self.expect_more(self.passes_of(len(batches), variants) + len(batches) * len(parts))
         high: Output | None = None
         for number, variant, output in self.outputs(batches, variants):
+            # The exact output of a batch comes first, and the parts outside the plan run right after it.
             if variant is None:
                 high = output
                 lows = [(part, self.forward(batches[number], number, low_part=part)) for part in parts]
@@ -303,6 +312,7 @@ class ModelPasses(ForwardPasses):
         draw = torch.Generator(self.converted.device).manual_seed(0)
 
         def moved_by_a_rounding(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            # Up or down with the same probability, so that the roundings of many elements do not add up to a shift.
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
             return torch.nextafter(output, torch.inf * sign)
 
@@ -310,6 +320,7 @@ class ModelPasses(ForwardPasses):
             first = self.forward(batch, 0)
         self._find_uncalled(calls)
         first.refuse_not_finite("run of batch 1", self.model)
+        # A loss without known targets may be no cross-entropy: its gradient shows whether it takes a softmax.
         if first.logits is not None and first.loss is not None and first.targets is None:
             self._recover()
             with torch.enable_grad(), self._unplanned.running(), self._sequences.passing(), self._recording():
@@ -318,6 +329,7 @@ class ModelPasses(ForwardPasses):
             self._sequences.begin()
             self.converted.end_step()
             first = replace(first, logits=None) if self._without_softmax else first
+        # Two equal passes show whether the model repeats itself; a third one moves every output by a rounding.
         again = self.forward(batch, 0)
         with ExitStack() as stack:
             for operator in self.converted.operators:
@@ -358,6 +370,7 @@ class ModelPasses(ForwardPasses):
         finally:
             meter.enabled = False
             self._sequences.begin()
+        # The other dimension of the logits may number sequences: forget this pass, and repeat it with the same draw.
         if has_sequences and self._try_other_dim(high):
             meter.reset()
             self._unplanned.take(1)
@@ -416,6 +429,7 @@ class ModelPasses(ForwardPasses):
         where, high = f"run of batch {place + 1}", list[Output]()
         value, has_sequences = torch.zeros(()), False
 
+        # Runs while the graph holds the head alone; the blocks follow one by one.
         def objective_of(result: Any) -> tuple[Tensor, Tensor | None]:
             nonlocal value, has_sequences
             output = replace(output_of(result, where), sequence_dim=self._sequence_dim)
@@ -442,13 +456,16 @@ class ModelPasses(ForwardPasses):
         Returns True if the batch has to be measured again.
         """
         assert output.logits is not None
+        # Operators with rows that get a gradient from several sequences, if this dimension numbers them.
         lost = int(self._meter.by_operator()["fprop_sequence"].isnan().sum())
         if len(self._lost) == 2 or output.logits.dim() < 3 or not (lost or self._lost):
             return False
         self._lost.append(lost)
+        # First attempt: some were lost with dimension 0, so try dimension 1.
         if len(self._lost) == 1:
             self._sequence_dim = 1
             return True
+        # Second attempt: keep dimension 1 only if it loses fewer.
         if lost < self._lost[0]:
             return False
         self._sequence_dim = 0
@@ -465,6 +482,7 @@ class ModelPasses(ForwardPasses):
         """Find the weights that a pass did not read by a call, and have them require a gradient."""
         if self.blocks is not None:
             return
+        # By the identity of the weights, because operators may share one.
         called = {id(o.weight) for o in self.converted.operators if o.operator_name in calls.names}
         weights = {id(o.weight): o.weight for o in self.converted.operators if id(o.weight) not in called}
         self._uncalled = [weight.requires_grad_() for weight in weights.values() if weight.is_floating_point()]
@@ -480,6 +498,7 @@ class ModelPasses(ForwardPasses):
         del gradients
         called = {id(o.weight) for o in self.converted.operators if o.operator_name in calls.names}
         uncalled = {id(weight): weight for weight in self._uncalled if id(weight) in read and id(weight) not in called}
+        # To first order, a change of a weight by its norm, or by 1, moves the loss by at most ||g|| max(||w||, 1).
         reach = [self._meter.reach()]
         for key, weight in uncalled.items():
             norm = torch.linalg.vector_norm(read[key], dtype=torch.float64)
@@ -523,6 +542,7 @@ class ModelPasses(ForwardPasses):
         self.converted.end_step()
         self._recover()
         torch.manual_seed(place)
+        # The data's labels give other gradients than drawn ones, so this is a backward pass of its own.
         self._meter.enabled = self._meter.gradients_only = True
         try:
             if self.blocks is not None:

@@ -116,6 +116,7 @@ class Probe:
 
     def parts(self, share: float) -> Tensor:
         """Return a copy of this rank's part of the sums, float64; `share` is its part of the step's loss."""
+        # Gaps hold squares of the gradient, of which this rank has a share; the other sums are of inputs alone.
         factor = {name: share**2 if name.startswith("gap") else 1.0 for name in _SUMS}
         return torch.stack([self._sums[name] * factor[name] for name in _SUMS])
 
@@ -165,6 +166,7 @@ class Probe:
         assert isinstance(low, Format) and (recovery is None or isinstance(recovery, Format))
         if "gap_low" in self.names or "mse" in self.names:
             if fault is not None:  # a whole tensor: a sample would have other rows hit
+                # On the recovery path, the copy for backward is not the low path's, so a broken one is made.
                 copies = (
                     fault.compress(input, low, operator.shared.rounding is not None) if operator.recovering else copy
                 )
@@ -192,6 +194,7 @@ class Probe:
         `context` is under way and has made the `casts` of the rows.
         """
 
+        # A dry run of the same kind under the same fault would make the same casts, so it reuses those of the pass.
         def dry_run_of(recipe: Recipe, fault: FaultInjection | None) -> tuple[GemmContext, Casts]:
             dry_run = operator.gemm_context(recipe, fault=fault, dry_run=True)
             same = fault is context.fault and type(dry_run) is type(context)
@@ -210,6 +213,7 @@ class Probe:
         if "mse" in self.names:
             dry_run, own_casts = paths["gap_low"]
             sums |= self._mse(self._error_of(dry_run, read, rows, dry_run.recipe.fprop.input, 1, own_casts))
+        # ||x_t||^2 weighs the error of dy_t.
         square = None
         if dry_runs:
             if "square" not in read.measured:
@@ -234,6 +238,7 @@ class Probe:
         casts: Casts,
     ) -> Tensor:
         """Return the error of a cast of the input, computed once for all readers unless only this operator has it."""
+        # A fault belongs to one operator, so its errors are not shared.
         measured: dict[Any, Tensor] = {} if dry_run.fault is not None else read.measured
         key = None if cast is None else (type(dry_run), dry_run.key(cast, contraction_dim))
         if key not in measured:
@@ -260,7 +265,9 @@ class Probe:
             and dry_run.key(cast, contraction_dim) not in casts
         ):
             return dry_run.values(dry_run.cast(operand, rows[:: self.tokens], cast, contraction_dim))
+        # Otherwise all rows are cast, because the scales depend on them or the cast is there already.
         rows_cast = dry_run.cast(operand, rows, cast, contraction_dim, casts)
+        # Rotate back, and cut off padding, to compare with rows that were not rotated.
         if cast is not None and cast.hadamard:
             rows_cast = rotated(rows_cast.float(), contraction_dim, back=True)[: rows.shape[0], : rows.shape[1]]
         return dry_run.values(rows_cast, self.tokens)
@@ -332,6 +339,7 @@ class PassErrors:
         `grad_2d` (rows, out_features) is the grad_output of the pass, of which `context` has made the `casts`.
         """
         totals, sampled = self.probe._sums, grad_2d[:: self.probe.tokens]
+        # The input's error: sum_t ||dy_t||^2 ||x_t - Q(x_t)||^2.
         if self.errors:
             square = _squares(sampled, 1)
             for name, errors in self.errors.items():
@@ -339,6 +347,7 @@ class PassErrors:
         for name, value in self.sums.items():
             totals[name][self.unit].add_(value)
         totals["elements"][self.unit].add_(self.elements)
+        # The gradient's error, of recipes: sum_t ||dy_t - Q(dy_t)||^2 ||x_t||^2.
         casts_by = {type(context): {} if casts is None else casts}
         for name, dry_run in self.dry_runs.items():
             assert self.square is not None

@@ -21,6 +21,7 @@ class ByUnit:
 
     def __init__(self, units: Sequence[PathUnit], operators: Sequence[PathLinear], device: torch.device) -> None:
         """Find the groups; `device` is that of the numbers."""
+        # Groups of units come first, so that an operator is a group of its own only if no unit has it.
         groups = list(dict.fromkeys([*(unit.operators for unit in units), *((o,) for o in operators)]))
         self.group: dict[int, int] = {}
         """The group of each operator, by their indices."""
@@ -29,6 +30,7 @@ class ByUnit:
                 self.group.setdefault(operator.index, place)
         self.num_groups = len(groups)
         places = [groups.index(unit.operators) for unit in units]
+        # Usually every group is one unit, in the same order, and nothing has to be selected.
         self._places = None if places == list(range(len(groups))) else torch.tensor(places, device=device)
         self._gemms = {
             gemm: torch.tensor([unit.gemm == gemm for unit in units], device=device)

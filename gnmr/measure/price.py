@@ -163,8 +163,10 @@ class PriceMeter:
         self._by_unit = ByUnit(units, operators, device)
         self._group = torch.tensor([self._by_unit.group[operator.index] for operator in operators], device=device)
         self._members = torch.tensor([len(unit.operators) for unit in units], device=device)
+        # `price` is what recovery saves of fprop. If no path casts fprop, it is exact, and only wgrad has an error.
         paths_of = [path for operator in operators for path in (operator.low, operator.recovery)]
         saving = "fprop" if any(_casts_fprop(path, operators[0]) for path in paths_of) else "wgrad"
+        # price_wgrad -> (wgrad, low), price_wgrad_recovery -> (wgrad, recovery).
         gemms_by_path = {(name.split("_")[1], PATHS[name.endswith("recovery")]) for name in names if name != "price"}
         self._measured_gemms = gemms_by_path | ({(saving, path) for path in PATHS} if "price" in names else set())
         """(GEMM, path) of each price."""
@@ -174,6 +176,7 @@ class PriceMeter:
         self._saving = saving
         """The GEMM that `price` is about."""
         self.candidates = {name: Recipe(name, fprop=recipe.fprop) for name, recipe in (candidates or {}).items()}
+        # The columns: every number of both paths, fprop of the candidates, and the sums of no path.
         self._columns = [(path, name) for path in PATHS for name in _OF_PATH]
         self._columns += [(path, name) for path in self.candidates for name in _FPROP]
         self._columns += [("", name) for name in _SHARED]
@@ -218,6 +221,7 @@ class PriceMeter:
         if self.loss_tokens is not None:
             return self._sums.new_tensor(self.loss_tokens)
         if self._terms:
+            # All calls count if each has a part of the tokens (chunks of a head), else only the last one.
             most = self._most
             terms = [
                 last_call.together if last_call.rows <= most[task] else last_call.terms
@@ -257,6 +261,7 @@ class PriceMeter:
             for name in (gemm, f"{gemm}_bias"):
                 square = sums[f"{gemm}_square"]
                 prices[name] = torch.where(square != 0, sums[name] / square, 0.0)
+        # The sums were scaled up to all rows, so the mean is over the elements of all rows.
         if self._frozen and path in PATHS:
             elements = [rows * o.in_features for rows, o in zip(self.rows, self._operators, strict=True)]
             prices["mse"] = sums["square_error"] / totals.new_tensor(elements).clamp(min=1)
@@ -366,9 +371,11 @@ class PriceMeter:
         if self.gradients_only:
             return _Inputs(rows, rows[:0], {}, {})
         on_paths = {name: inputs_on(operator, path, self.gemms, rows, chosen) for name, path in paths.items()}
+        # A fault in force changes what the GEMMs of the low path read.
         fault = None if operator.fault is None else operator.fault.for_step(input, remember=False)
         if fault is not None and "low" in paths:
             on_paths["low"] = broken_inputs(operator, operator.low, fault, input, on_paths["low"], chosen)
+        # Columns of outliers stay in 16 bits in fprop, in the input and in the weight.
         outlier_columns = {
             name: columns_kept
             for name, path in paths.items()
@@ -378,6 +385,7 @@ class PriceMeter:
 
     def _chosen(self, count: int, paths: Collection[ExecutionPath], device: torch.device) -> Tensor:
         """Return the indices of the measured tokens among `count`; tokens that share a scale stay together."""
+        # Tokens are chosen in groups of `length` rows, the most that share a scale on any path.
         length = min(count, max((_group_rows(path) for path in paths), default=1))
         stride = min(self.tokens, -(-count // length))
         # A hash of the step's number, so that no period of the data meets the same tokens repeatedly.
@@ -412,16 +420,19 @@ class PriceMeter:
             name: PathOperands(operator, path, weight, grad_2d, dy, seed=self._step << 20 | operator.index)
             for name, path in forward_pass.paths.items()
         }
+        # The operands of fprop, exact and on each path.
         exact = _Operands(x, weight, None)
         operands = {name: _fprop_operands(inputs, name, operands_of, exact) for name, operands_of in casts.items()}
         squares: dict[tuple[str, str], Tensor] = {("", "dgrad_square"): _square(dx)}
         errors: dict[tuple[str, str], Tensor] = {} if gradient is None else {("", "wgrad_square"): gradient}
         # The measured tokens stand for all, so sums of squares grow by this factor, and errors by its root.
         scale = forward_pass.count / len(forward_pass.chosen)
+        # Numbers of frozen models: the error of the input, and the norms of the gradient and the weight.
         if self._frozen:
             if (x_low := inputs.on_paths.get("low", {}).get("fprop")) is not None:
                 squares["", "square_error"] = _inner(x - x_low, x - x_low)
             if gradient is not None:
+                # This gradient is of all tokens already, so the root that it is multiplied by later is taken out.
                 whole = gradient if scale == 1 else grad_2d.float().t() @ inputs.rows.float() / scale**0.5
                 errors["", "gradient_square"] = whole
             if place not in self._weight_norms:
@@ -467,8 +478,10 @@ class PriceMeter:
         place = self._place[forward_pass.operator.index]
         self.rows[place] += forward_pass.count
         self._measured.add(place)
+        # Another backward pass has begun, so the calls of the one before are complete.
         if place in self._open and self._open[place].task != task:
             self._close(place)
+        # A single call: its errors are squared at once.
         if place not in self._open and self._calls[place] <= 1:
             self._add(place, squares | _squared(errors), scale)
             return
@@ -510,10 +523,12 @@ class PriceMeter:
         self._most[task] = max(self._most.get(task, 0), forward_pass.count)
         if not later and last is not None and last.operator is not forward_pass.operator:
             return
+        # Tokens without a target have no gradient here, so the rows with one are the terms of the loss.
         terms = (grad_2d != 0).any(dim=1).sum()
         if last is None or last.operator is not forward_pass.operator:
             self._terms[task] = _Last(forward_pass.operator, forward_pass.call, forward_pass.count, terms, terms)
             return
+        # Another call of the same operator, such as a head that runs on the tokens in chunks.
         together = last.together + terms
         first = (forward_pass.call, terms) if later else (last.call, last.terms)
         self._terms[task] = _Last(forward_pass.operator, first[0], last.rows + forward_pass.count, first[1], together)
@@ -524,6 +539,7 @@ class PriceMeter:
             return None
         if self.sequences is not None:
             return self.sequences.of(forward_pass.marks, grad)
+        # Rows (S, T) in this order: row i belongs to sequence i // T.
         rows = torch.arange(forward_pass.count, device=grad.device)
         return rows // forward_pass.length, forward_pass.count // forward_pass.length
 
@@ -579,6 +595,7 @@ class Sequences:
         self._number = number
         self._marking = True
         try:
+            # In the pass of a digit, the gradient of each sequence is multiplied by 2 to the power of its digit.
             for digit in range(self._digits):
                 codes = torch.arange(number, device=device) // self._codes**digit % self._codes
                 backward(torch.exp2(codes.float()))
@@ -619,6 +636,7 @@ class Sequences:
         sequence = torch.zeros_like(sizes, dtype=torch.int64)
         # Tiny rows have lost digits, and add nothing to any sum.
         counts = sizes > 1e-6 * sizes.amax()
+        # mark / size is 2 to the power of the digit if all of the row's gradient comes from one sequence.
         for digit, mark in enumerate(marks):
             code = torch.where(counts, mark / sizes, 1.0).log2()
             digits = code.round()

@@ -61,6 +61,7 @@ class StoredWeights:
                 for stored in opened.keys():  # noqa: SIM118
                     self._files[stored] = file
                     name, pattern = in_memory(stored)
+                    # No rule applies to a name that the model itself has.
                     if name not in tensors and stored in tensors:
                         name, pattern = stored, None
                     self._sources.setdefault(name, []).append((stored, pattern))
@@ -89,6 +90,7 @@ class StoredWeights:
 
         sources = sorted(self._sources[name], key=lambda source: dot_natural_key(source[0]))
         converter: Any = None
+        # One tensor in memory may be many in the files, such as one for each expert.
         for stored, pattern in sources:
             values = self._stored(stored)
             if pattern is None:
@@ -144,12 +146,14 @@ def weights_in(folder: str | PathLike[str], model: nn.Module) -> Iterator[Callab
     names: dict[int, str] = {}
     """The readable name of each tensor that has one."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    # Modules that share a tensor appear once each, because each has to be given the values.
     absent = [
         (module, key, tensor, f"{path}.{key}".lstrip("."))
         for path, module in modules.items()
         for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         if tensor.is_meta
     ]
+    # A tied tensor may be in the files under only one of its names.
     for _, _, tensor, name in absent:
         readable = next((candidate for candidate in (name, tied.get(name, name)) if candidate in weights), None)
         if readable is not None:
@@ -160,6 +164,7 @@ def weights_in(folder: str | PathLike[str], model: nn.Module) -> Iterator[Callab
             if not isinstance(tensor, nn.Parameter):
                 right += "; make the model with its buffers (accelerate.init_empty_weights does)"
             require(id(tensor) in names, "weights", folder, right)
+            # Tensors of blocks are read by the caller when they are needed.
             if name.startswith(blocks):
                 continue
             readable = names[id(tensor)]

@@ -66,6 +66,7 @@ class UnplannedParts:
             for operator in self.converted.operators:
                 operator.switch(True)
                 assert isinstance(operator.low, Recipe)
+                # Only fprop is measured, so the gradients that its price needs stay exact.
                 operator.low = Recipe(operator.low.name, fprop=operator.low.fprop, dgrad=Gemm(), wgrad=Gemm())
             self._meter = measure_prices(self.converted, ["price_fprop"], 1, frozen=True)
             self._meter.enabled = False
@@ -152,6 +153,7 @@ class KVCache(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         arguments = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         module = self._inside[-1] if self._inside else ""  # "": called by the model itself, or by `run`
+        # Only a decoder keeps keys and values for the next token.
         if not f"{module}.".startswith(self._decoder):
             return func(*args, **(kwargs or {}))
         for operand in ("key", "value"):
@@ -163,6 +165,7 @@ class KVCache(TorchFunctionMode):
         if self._alone in (name, ALL_CACHES):
             return self._stored(x)
         if torch.is_grad_enabled() and x.requires_grad:
+            # A view of its own, so that the hook sees the gradient of this reader alone.
             x = x.view_as(x)
             x.register_hook(partial(self._measure, name, x.detach(), self.sequences.watch(x)))
         self._sums.setdefault(name, [])
@@ -177,6 +180,7 @@ class KVCache(TorchFunctionMode):
     def _measure(self, name: str, x: Tensor, marks: list[Tensor], grad: Tensor) -> None:
         if self.sequences.takes(marks, grad):
             return
+        # The inner products <dy, Q(x) - x> of rows, as in `gnmr.measure.price`.
         products = (grad.float() * (self._stored(x) - x).float()).sum(dim=-1).double()  # (B, ..., T)
         by_token, by_sequence = _by_token(products[..., None]).flatten(2).sum(dim=2), None
         if (rows := self.sequences.of(marks, grad)) is not None:
@@ -213,6 +217,7 @@ class KVCache(TorchFunctionMode):
             by_shape: dict[torch.Size, Tensor] = {}  # the error of several calls is one error
             for by_token, _ in calls:
                 by_shape[by_token.shape] = by_shape.get(by_token.shape, 0.0) + by_token
+            # T/2 * sum of u^2, as the price of fprop.
             token = sum(float(u.square().sum()) for u in by_shape.values())
             sums = [by_sequence for _, by_sequence in calls if by_sequence is not None]
             sequence = float(torch.stack(sums).sum(dim=0).square().sum()) if len(sums) == len(calls) else math.nan
