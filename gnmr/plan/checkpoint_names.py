@@ -88,6 +88,7 @@ def linears_of(model: nn.Module, folder: str | Path | None = None) -> ModelLinea
     roles = roles_of(model, modules)
     names = [name for name in parameters if roles.get(name) != "adapter"]
 
+    # The names in the checkpoint, by parameter.
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     shapes |= {parameters[name][0][0]: module.weight.shape for name, module in modules.items()}
     saved_as, every = _saved_as(model, shapes)
@@ -99,6 +100,7 @@ def linears_of(model: nn.Module, folder: str | Path | None = None) -> ModelLinea
         tensors_saved = [saved_name for key in keys for saved_name in saved_as.get(key, ())]
         saved[short] = tuple(_of_expert(tensors_saved, expert)) or (short.removeprefix(around),)
 
+    # Linears of the file that this model does not load.
     in_files: list[str] = []
     if inner_model is not None or folder:
         in_files = _in_files(folder or getattr(inner_model, "name_or_path", None))
@@ -175,6 +177,7 @@ def _saved_as(model: nn.Module, shapes: Mapping[str, torch.Size]) -> tuple[dict[
     split = [name.removeprefix(before).rpartition(".") for name in names]
     paths = list(dict.fromkeys(path for path, _, _ in split))
     modules = dict(zip(paths, operator_names(paths), strict=True))
+    # transformers' own conversion runs on tensors without values, which remember what they are made of.
     state: dict[str, Any] = {}
     name_in_state: dict[str, str] = {}
     for name, (path, dot, leaf) in zip(names, split, strict=True):
@@ -189,6 +192,7 @@ def _saved_as(model: nn.Module, shapes: Mapping[str, torch.Size]) -> tuple[dict[
         warnings.warn(f"the names in the checkpoint are not known ({error}); exports use those in memory", stacklevel=2)
         return {}, set()
     saved_as: dict[str, list[str]] = {}
+    # A saved tensor may be made of several parameters, and a parameter may be saved as several tensors.
     for name, tensor in saved.items():
         for source in getattr(tensor, "sources", ()):
             if name != name_in_state[source]:
@@ -213,6 +217,7 @@ def _in_files(folder: str | Path | None) -> list[str]:
                 for name in tensors.keys():  # noqa: SIM118
                     module = name.removesuffix(".weight")
                     is_matrix = module != name and len(tensors.get_slice(name).get_shape()) == 2
+                    # Embeddings are matrices too, but they multiply nothing.
                     if is_matrix and not re.search(r"embed(?!_out)|\bwte\b|\bwpe\b|shared$", module):
                         names.append(module)
     return names

@@ -113,6 +113,7 @@ class ComparedPaths:
 
 def _default_rescues(low: Recipe, recovery: Recipe) -> list[str]:
     """Return the recipes besides the recovery recipe on which a plan may keep a GEMM, if the user names none."""
+    # Between at most 4 bits and 16 there is room for a recipe of 8 bits.
     few_bits = any(cast is not None and cast.format.bits <= 4 for cast in (low.fprop.input, low.fprop.weight))
     return [CHEAPER] if few_bits and not recovery.casts else []
 
@@ -171,6 +172,7 @@ def compared_paths(
     # The recipes of both paths.
     low, low_of = _side(recipe, "recipe")
     high, high_of = _side(recovery, "recovery") if against is None else _side(against, "against")
+    # A plan brings its own recipes, pins and targets.
     if plan is not None:
         in_force = (plan, "plan") if isinstance(plan, PinPlan) else (read_plan(plan), f"plan={plan}")
         right = "its low path is a format; recipes alone can be diagnosed"

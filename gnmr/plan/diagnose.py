@@ -150,6 +150,7 @@ def diagnose(
     Raises:
         ValueError: an argument is invalid; the message is one line, and the model is restored.
     """
+    # Refuse invalid arguments before anything is converted.
     budget = budget_of(budget)
     whole_number(tokens=tokens)
     whole_number(0, confirm=confirm)
@@ -299,6 +300,7 @@ class _Measurement:
         else:
             findings = self._measured_alone([*batches])
         costs, operators, terms = findings.costs, findings.operators, findings.terms
+        # What was measured on the batches of the prices.
         diagnosis = Diagnosis(
             recipe=spec.low,
             recovery=spec.recovery or "bf16",
@@ -335,12 +337,15 @@ class _Measurement:
             sides=self.sides,
             **self._covered(costs, operators, findings.batches_run, findings.choices),
         )
+        # The plan is chosen by these prices, so the held-out batches come after them.
         if held_out:
             diagnosis = self._with_held_out(diagnosis, held_out, len(costs))
             if isinstance(passes, ModelPasses) and passes.kv_cast is not None:
                 assert diagnosis.held_out is not None
+                # The batches that the plan was chosen on say nothing of what it leaves.
                 chosen_on = len(held_out) - diagnosis.held_out.batches
                 diagnosis = self._with_caches(passes, diagnosis, held_out[chosen_on:], len(costs) + chosen_on)
+        # Batch 1 has to give its first output again; a model that keeps state would have mixed up all passes.
         if isinstance(passes, ModelPasses):
             passes.refuse_state(findings.first_batch)
         return diagnosis
@@ -349,6 +354,7 @@ class _Measurement:
         """Price every GEMM, and measure the operators that are highest alone."""
         passes.expect(self._expected(batches, held_out))
         batches = iter(batches)
+        # Single operators are measured on the first batches, which are kept for that; the others pass by once.
         first_batches = list(islice(batches, ALONE_BATCHES))
         limit = self._limit(passes, first_batches[0]) if first_batches else None
         costs = self._measured_batches(passes, chain(first_batches, batches))
@@ -373,6 +379,7 @@ class _Measurement:
         self._replace_infinite(passes, rescued, operators, alone, first_batches)
         unplanned = self._unplanned_rows(passes, costs, first_batches, terms)
         without_gradient = self._rows_without_gradient(passes, first_batches) if has_kl else ()
+        # Norms on the data's labels are measured on the first batches only.
         normed = ~np.isnan(samples["norm"]).any(axis=1)
         scores = {
             "mse": weighted_mean(samples["mse"], terms),
@@ -487,6 +494,7 @@ class _Measurement:
         chosen: dict[str, PathLinear | None] = {}
         for name in ESTIMATES.values():
             values = weighted_mean(samples[name], terms)
+            # An estimate that is not finite everywhere gives no order.
             if np.isfinite(values).all():
                 order = np.argsort(-values, kind="stable")[: self.confirm]
                 chosen |= {operators[i].operator_name: operators[i] for i in order if values[i] > 0}
@@ -509,6 +517,7 @@ class _Measurement:
             kls = alone.get(operator.operator_name)
             if kls is not None and not np.isfinite(np.concatenate(kls)).all():
                 infinite[column] = operator
+        # A rescue with 0 nats everywhere is as exact as the recovery recipe.
         for nats, rescue in zip(rescued, passes.rescues, strict=True):
             if nats.any():
                 with passes.pinned({o.operator_name: {"fprop": rescue} for o in infinite.values()}):
@@ -543,6 +552,7 @@ class _Measurement:
             row = GemmCost.of_fprop(name, values[i], interval, means["fprop"][i], sequence, alone.get(name))
             input, weight = means["fprop_input"][i], means["fprop_weight"][i]
             rows.append(replace(row, input=input, weight=weight, rescued=self._on_rescues(rescued[:, i])))
+            # dgrad and wgrad have relative squared errors of gradients, and no KL.
             for gemm in GEMMS[1:]:
                 interval = tuple(intervals[gemm][i])
                 rows.append(GemmCost(name, gemm, means[gemm][i], interval, bias=means[f"{gemm}_bias"][i]))
@@ -561,6 +571,7 @@ class _Measurement:
         for name in dict.fromkeys(name for batch in costs for name in batch.unplanned):  # not every one runs always
             values = np.array([batch.unplanned.get(name, (0.0, 0.0)) for batch in costs])
             has_sequences[name] = not np.isnan(values).any()
+            # Without known sequences, the estimate by token takes the place of the other.
             samples[name] = values if has_sequences[name] else values[:, [0, 0]]
         means = {name: weighted_mean(values, terms).tolist() for name, values in samples.items()}
         highest = sorted(samples, key=lambda name: -max(means[name]))[: self.confirm]
@@ -602,9 +613,11 @@ class _Measurement:
         shapes = {o.operator_name: (o.in_features, o.out_features) for o in passes.converted.operators}
         planned = {o.operator_name: shapes[o.operator_name] for o in operators}
         rows = dict(zip(shapes, np.array([batch.rows for batch in costs]).sum(axis=0).tolist(), strict=True))
+        # Multiplications of the forward passes: rows times inputs times outputs.
         work = {name: rows[name] * a * b for name, (a, b) in planned.items()}
         coverage = Coverage.sum_of(batch.coverage for batch in costs)
         called = coverage.called()
+        # The others stay in 16 bits, and count in the time of the whole model alone.
         rest = coverage.total - sum(called.get(name, 0) for name in planned)
         # Experts that no token reached have no price, and go with others of their kind.
         kinds = {of_any_expert(name) for name in planned}
@@ -647,6 +660,7 @@ class _Measurement:
 
     def _targets(self, names: list[str]) -> list[str] | None:
         """Return patterns that match these operators alone; None if there are none."""
+        # Names without the outer prefix fit a model with and without its head, so they come first.
         for targets in ([name.removeprefix("model.") for name in names], names):
             with suppress(ValueError):
                 spec = replace(self.paths.spec, targets=targets, exclude=[], pins={})
@@ -680,6 +694,7 @@ class _Measurement:
         assert isinstance(low, Recipe)
         if not self.paths.two_sides:
             return times_of(operators, [low, *self.passes.rescues.values()], self.paths.spec.times, work)
+        # A GEMM that is alike takes its arithmetic as extra time, so the budget is a share of the arithmetic.
         (alike,), name_of_low = self._rescues(), self.paths.spec.low
         return {
             (name, gemm): {name_of_low: float(work[name]), alike: 2.0 * work[name]}
@@ -728,10 +743,12 @@ class _Measurement:
         # The choices by name; a guess may have several draws, and some choices are alike.
         choices: dict[str, list[Choice]] = {"all": [Choice({}, 0.0, 0.0, 0.0)]}
         curve: list[Choice] = []
+        # Under the pins of a plan there is nothing to choose.
         guesses = {} if diagnosis.pins else diagnosis.alternatives
         if not diagnosis.pins:
             plan = diagnosis.choice()
             further = (choice for choice in map(diagnosis.choice, CURVE) if choice.pins and choice.pins != plan.pins)
+            # Budgets that lead to the same extra time are one point of the curve.
             by_extra = {choice.extra: choice for choice in further}
             curve = [by_extra[extra] for extra in sorted(by_extra)]
             choices |= {"plan": [plan], **guesses}

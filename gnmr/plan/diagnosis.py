@@ -256,6 +256,7 @@ class Diagnosis:
         any score.
         """
         forward = [row for row in self.rows if row.gemm == "fprop"]
+        # fprop by each score. A KL that was measured alone takes the place of both estimates in nats.
         values: dict[str, list[float | None]] = {
             "token": [row.by_token if row.measured is None else row.measured for row in forward],
             "sequence": [row.by_sequence if row.measured is None else row.measured for row in forward],
@@ -270,6 +271,7 @@ class Diagnosis:
         ]
         total = math.fsum(row.value for row in forward if math.isfinite(row.value))
         prices = {"price": self.prices}
+        # Scale each score to the sum of the prices; one with NaN, or without a positive finite sum, is left out.
         for name, of_rows in values.items():
             scores = np.array([math.nan if score is None else score for score in of_rows], dtype=float)
             if np.isnan(scores).any() or not 0 < scores[np.isfinite(scores)].sum() < math.inf:
@@ -286,6 +288,7 @@ class Diagnosis:
         nats_on = {self.recipe: row.value, **row.rescued}
         if not math.isfinite(row.value):
             return nats_on
+        # Nats on a rescue are estimates, so their share is one of the estimate, even if the low recipe was measured.
         by_estimate = row.value
         if row.measured is not None and self.estimate != "measured":
             by_sequence = row.by_sequence if self.estimate == "sequence" else None
@@ -330,9 +333,11 @@ class Diagnosis:
     def _solved(self, share: float | None, rescue: str | None, groups: Sequence[Sequence[str]], score: str) -> Choice:
         if score == "first_last":
             assert share is not None
+            # No score, but blocks from both ends until the budget is used.
             order, rescues = guessed(score, self.operators), self.rescues if rescue is None else (rescue,)
             choices = [pin_in_order(order, self.prices, self.costs, self.recipe, on, share) for on in rescues]
             return min(choices, key=lambda choice: choice.after)
+        # The gate is a KL; divided by the calibration it is a sum of prices.
         enough = self.gate / (self.calibration or 1.0) if self.gate is not None and share is None else None
         prices = self.score_prices[score]
         if rescue is not None:
@@ -341,6 +346,7 @@ class Diagnosis:
         choice = choose(prices, self.costs, self.recipe, share, enough=enough, groups=groups)
         if score == "price":
             return choice
+        # Another score chose the pins, but what they leave is given by the price.
         chosen = {(name, gemm): recipe for name, pins in choice.pins.items() for gemm, recipe in pins.items()}
         return as_choice(chosen, self.prices, self.costs, self.recipe)
 
@@ -360,6 +366,7 @@ class Diagnosis:
         The guesses pin fprop of the last blocks, the first blocks, both ends, random operators (`RANDOM_DRAWS`), or the
         operators with the largest `scores`. They use the rescue that leaves the fewest nats by the values.
         """
+        # A gate gives no budget, so the others may take the extra time of the plan.
         budget = self.budget if self.gate is None else max(self.choice().extra, 1e-9)
         alternatives = {} if self.selected == "price" else {"price": [self.choice(score="price")]}
         alternatives |= {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
@@ -582,6 +589,7 @@ def token_line(diagnosis: Diagnosis) -> str:
 def _sentence(diagnosis: Diagnosis) -> str:
     measured, recipe = diagnosis.measured, diagnosis.recipe
     under = "under the plan " if diagnosis.pins else ""
+    # NaN and Inf have no cost in nats.
     if not measured.finite:
         worst = f"fprop of {first_few([row.operator for row in diagnosis.worst()[:_NAMED]])}"
         subject, loss = ("the loss is", "") if measured.kl is None else ("the predictions are", "loss ")
@@ -654,6 +662,7 @@ def _of_two_sides(diagnosis: Diagnosis) -> str:
     )
     if measured.nats <= (diagnosis.limit or 0.0):
         return f"{'' if gate is None else 'the gate holds: '}{differ}, no more than rounding makes"
+    # The gate holds if the whole interval is below it, and fails if the whole interval is above it.
     if gate is not None:
         if measured.nats + (measured.noise if width else 0.0) <= gate:
             return f"the gate holds: {differ}, at most {gate:g}"

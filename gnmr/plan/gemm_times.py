@@ -72,6 +72,7 @@ def read_gemm_times(path: str | PathLike[str]) -> dict[str, float]:
     if not measured:
         right = "has no times: a header of Shape and columns such as 'MXFP8 ms', and rows MxKxN below it"
         raise UserError(f"times={path}: {right} (Transformer Engine's benchmark_gemm.py prints them)")
+    # Relative times: in total, the measured GEMMs take as long as by the bits of their operands.
     expected = math.fsum(
         time.multiplications * gemm_time(RECIPES[recipe], gemm) for (recipe, gemm, _), time in measured.items()
     )
@@ -100,6 +101,7 @@ def _table(path: object, lines: Iterable[str]) -> dict[tuple[str, str, str], _Me
     measured: dict[tuple[str, str, str], _Measured] = {}
     gemm, columns = "fprop", list[tuple[str, str]]()
     for number, line in enumerate(lines, 1):
+        # The rows before the first heading are of fprop.
         if section := _SECTION.match(line):
             gemm = section[1].lower()
         if header := _columns(line.split()):
@@ -108,6 +110,7 @@ def _table(path: object, lines: Iterable[str]) -> dict[tuple[str, str, str], _Me
                 known = f"{', '.join(PRECISIONS)}, or a recipe"
                 raise UserError(f"times={path}: line {number}: {unknown[0]} is no precision; they are {known}")
         elif columns and (row := _ROW.match(line)):
+            # M x K x N of a product that contracts over K, which are the tokens in wgrad.
             first, middle, last = (int(size) for size in row.groups()[:3])
             inputs, outputs, tokens = {
                 "fprop": (middle, last, first),

@@ -94,6 +94,7 @@ def times_of(
     from gnmr.conversion.cost import gemm_time
 
     recipe_of = {recipe.name: recipe for recipe in recipes}
+    # Many operators have the same shape, so each shape is timed once.
     time_of = {
         shape: {
             gemm: {name: gemm_time(recipe, gemm, times, recipe_of, shape) for name, recipe in recipe_of.items()}
@@ -101,6 +102,7 @@ def times_of(
         }
         for shape in {*shapes.values()}
     }
+    # Inputs times outputs are the multiplications of one row; `work` has those of all rows.
     areas = {name: a * b for name, (a, b) in shapes.items()} | dict(work or {})
     return {
         (name, gemm): {recipe: areas[name] * time for recipe, time in time_of[shape][gemm].items()}
@@ -149,12 +151,14 @@ def fused_name(name: str, fused: Collection[str]) -> str:
     >>> fused_name("0.experts.3.up_proj", ["experts"]), fused_name("0.experts.3.up_proj", ["moe"])
     ('0.experts.*.up_proj', '0.experts.*')
     """
+    # All experts of a layer have one name, and with moe so do all of their projections.
     if "moe" in fused or "experts" in fused:
         from gnmr.conversion.unit_names import of_any_expert
 
         name = of_any_expert(name)
         if "moe" in fused and (start := name.find(".*.")) > 0:
             name = name[: start + 2]
+    # The parts of a linear that libraries fuse: q, k and v, or gate and up.
     before, dot, leaf = name.rpartition(".")
     for kind, groups in _PARTS.items():
         for leaves in groups if kind in fused else ():
@@ -200,6 +204,7 @@ def choose(
     room = math.inf if budget is None else _room(budget, prices, times, low)
     bundles = _bundles(prices, times, low, groups)
     before = math.fsum(bundle.low for bundle in bundles)
+    # The greedy choice, and the nats that no choice can go below: often they are so close that this is enough.
     quick, bound = _greedy(bundles, room, enough)
     greedy = _choice(bundles, quick, prices, times, low)
     # If the greedy choice cannot reach `enough` within the budget, the fewest nats are the goal again.
@@ -273,6 +278,7 @@ def guessed(kind: str, names: Iterable[str], seed: int = 0) -> list[str]:
     if kind == "last":
         order.reverse()
     elif kind == "first_last":
+        # First, last, second, last but one, and so on.
         order = [order[-1 - i // 2] if i % 2 else order[i // 2] for i in range(len(order))]
     operators = [name for block in order for name in block]
     if kind == "random":
@@ -359,6 +365,7 @@ class _Step(NamedTuple):
 
 
 def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[str]]) -> list[_Bundle]:
+    # The items of a group with the same GEMM are a bundle, which has one recipe.
     group_of = {name: at for at, group in enumerate(groups) for name in group}
     together: dict[object, list[Item]] = {}
     for name, gemm in times:
@@ -369,6 +376,7 @@ def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[s
     beyond = 10 * math.fsum(map(abs, finite)) + 1e-9
     bundles = []
     for items in together.values():
+        # The recipes that every item of the bundle may have.
         common = [name for name in prices[items[0]] if all(name in prices[i] and name in times[i] for i in items)]
         price = {
             name: math.fsum(prices[i][name] if math.isfinite(prices[i][name]) else beyond for i in items)
@@ -376,6 +384,7 @@ def _bundles(prices: Prices, times: Times, low: str, groups: Iterable[Sequence[s
         }
         time = {name: math.fsum(times[i][name] - times[i][low] for i in items) for name in common}
         options: list[_Option] = []
+        # By time, so that each option has to cost fewer nats than all faster ones.
         for name in sorted(common, key=lambda recipe: (time[recipe], price[recipe])):
             if name != low and price[name] < min([price[low], *(option.price for option in options)]):
                 options.append(_Option(name, time[name], price[name], price[low] - price[name]))

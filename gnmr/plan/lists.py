@@ -193,6 +193,7 @@ def read_lists(lists: Mapping[str, Sequence[object] | str | int] | None, side: s
             one_of(tuple(LISTS), **{side or "lists": which})
         rule, key = LISTS[which].rule, f"{side}.{which}" if side else which
         if not isinstance(entries, Sequence):
+            # A number of blocks.
             entries = [str(entries)]
         elif rule == "quantizer" and not isinstance(entries, str):  # ModelOpt's own list has mappings
             entries = [_of_config(key, entry) for entry in entries]
@@ -317,6 +318,7 @@ def matches(text: str, name: str, rule: str) -> bool:
         return bool(re.match(rf"(?:{text}){_BOUNDARY}", name)) or name.endswith(text)
     if rule == "search":
         return bool(re.search(text, name))
+    # A regular expression that has to match from the beginning of the name.
     if pattern is not None:
         return bool(re.match(pattern, name)) or (rule == "words" and bool(re.match(pattern, f"{name}.weight")))
     if rule == "words":  # without case, and over the weight's name
@@ -325,6 +327,7 @@ def matches(text: str, name: str, rule: str) -> bool:
         return text == name
     if rule == "glob":
         return fnmatchcase(name, text)
+    # The other libraries look for the text anywhere in the name.
     return text in (f"{name}.weight" if rule == "weight" else name) or (rule == "any" and fnmatchcase(name, text))
 
 
@@ -451,6 +454,7 @@ def _nearest_words(text: str, spellings: Mapping[str, Sequence[str]]) -> tuple[s
     for spelling in every:
         split = spelling.split(".")
         words |= dict.fromkeys(".".join(split[i:j]) for i, j in combinations(range(len(split) + 1), 2))
+    # The same words in another case; else a head, under whatever name; else another layout; else a typing error.
     near = [word for word in words if word.casefold() == bare.casefold()]
     if not near and bare.rpartition(".")[2] in HEADS:
         near = [spelling for spelling in every if spelling.rpartition(".")[2] in HEADS]

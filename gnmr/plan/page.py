@@ -45,6 +45,7 @@ class View:
         """fprop of operators whose names have no layer: a head, those of an `nn.Sequential`."""
         by_kind: dict[tuple[str, str], dict[int, list[GemmCost]]] = {}
         for row in (row for row in (*diagnosis.rows, *diagnosis.unplanned) if row.gemm == "fprop"):
+            # The first number in a name is the layer. The tower is before it, and the kind after it.
             names = row.operator.split(".")
             at = next((i for i, name in enumerate(names[:-1]) if name.isdecimal()), None)
             if at is None:
@@ -53,6 +54,7 @@ class View:
             inner = ["*" if name.isdecimal() else name for name in names[at + 1 : -1]]
             kind = ".".join(names[:at]), ".".join([*inner, names[-1]])
             by_kind.setdefault(kind, {}).setdefault(int(names[at]), []).append(row)
+        # A kind is called by its last word, and by more only if two would have the same name.
         labels = [kind.rpartition(".")[2] for _, kind in by_kind]
         if len(set(labels)) < len(labels):
             towers = len({tower for tower, _ in by_kind}) > 1
@@ -62,6 +64,7 @@ class View:
         self.layers = sorted({layer for by_layer in self.kinds.values() for layer in by_layer})
         cells = [rows for by_layer in self.kinds.values() for rows in by_layer.values()]
         cells += [[row] for row in self.outside]
+        # Colors are relative to the plan's cells, since a part outside the plan may be far larger.
         planned = (self.sum(rows) for rows in cells if rows[0].operator in diagnosis.operators)
         self.largest = max(planned, default=0.0)
 
@@ -133,6 +136,7 @@ def budget_rows(
     """
     plan = choices[1]
     alone = [row for row in choices[2:] if row.rescue is not None][:_RESCUES]
+    # Without held-out batches, every cell is an estimate.
     points: list[tuple[float, PathCost | None]] = [(extra, None) for extra in CURVE]
     if diagnosis.remaining:
         points = sorted([*diagnosis.curve, (plan.extra, diagnosis.remaining["plan"])], key=lambda point: point[0])

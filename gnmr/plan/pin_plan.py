@@ -133,6 +133,7 @@ class PinPlan:
     provenance: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # The operators come first, because everything else goes by their names.
         some = isinstance(self.operators, dict) and 0 < len(self.operators) <= _MOST_OPERATORS
         require(some, "operators", "..." if self.operators else self.operators, "must be {operator: [inputs, outputs]}")
         for name, shape in self.operators.items():
@@ -140,6 +141,7 @@ class PinPlan:
             valid = isinstance(shape, list | tuple) and len(shape) == 2 and all(map(_width, shape))
             require(valid, f"operators.{name}", shape, "must be [inputs, outputs], two whole numbers of at least 1")
         object.__setattr__(self, "operators", {name: tuple(shape) for name, shape in self.operators.items()})
+        # PathSpec checks the recipes, targets and pins.
         object.__setattr__(self, "pins", self._spec().pinned)
         for key in ("pins", "prices", "work"):
             require(isinstance(getattr(self, key), dict), key, getattr(self, key), "must be {operator: ...}")
@@ -147,6 +149,7 @@ class PinPlan:
                 raise ValueError(
                     f"{key}.{strange[0]}: is not an operator of this plan{nearest(strange[0], self.operators)}"
                 )
+        # Modules, and linears outside of the plan.
         require(isinstance(self.modules, dict), "modules", self.modules, "must be {module: class}")
         for name, kind in self.modules.items():
             _name("modules", name)
@@ -157,6 +160,7 @@ class PinPlan:
         for name, saved in self.saved_as.items():
             _name("saved_as", name)
             _names(f"saved_as.{name}", saved)
+        # Multiplications, from which times are computed.
         for key, number in {
             **{f"work.{name}": multiplications for name, multiplications in self.work.items()},
             "rest": self.rest,
@@ -173,6 +177,7 @@ class PinPlan:
         for kind in self.fused:
             one_of(FUSED, fused=kind)
         self._check_prices()
+        # Nats, and the threshold of the controller.
         if self.expected is not None:
             is_pair = isinstance(self.expected, list | tuple) and len(self.expected) == 2
             require(is_pair, "expected", self.expected, "must be {before: nats, after: nats}, or null")
@@ -287,6 +292,7 @@ class PinPlan:
             "triggers": self.triggers or None,
             "provenance": self.provenance,
         }
+        # Empty fields are left out, but an empty list of unconverted linears says that there are none.
         for key in _IF_ANY:
             if tree[key] is None or (not tree[key] and key != "unconverted"):
                 del tree[key]
@@ -310,6 +316,7 @@ class PinPlan:
             if len(planned) != len(present):
                 number = f"{plural(len(planned), 'operator')}, here {len(present)}; "
             raise UserError(f"{where}: was made for another model ({number}{how})")
+        # A pin goes by the end of a name, which has to lead to a single operator.
         index = NameIndex(operators)
         for name in _bare(self.pins):
             if len(names := index.matching(name)) > 1:
@@ -356,6 +363,7 @@ def _parsed(tree: Any) -> PinPlan:
     if expected is not None:
         _known("expected", expected, ("before", "after"))
         expected = expected.get("before"), expected.get("after")
+    # In an optional field, null stands for the default.
     fields = {key: value for key, value in tree.items() if value is not None or key in (*_NEEDED, "budget", "extra")}
     for key in ("low", "recovery"):
         is_text = isinstance(fields[key], str) or (key == "recovery" and fields[key] is None)

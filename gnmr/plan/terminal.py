@@ -34,6 +34,7 @@ def story(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
     tables = [_top_table(view, width)]
     if choices:
         tables += [_choices_table(choices, diagnosis), _budgets_table(diagnosis, choices)]
+    # A wide terminal has room for the two other tables beside the one of GEMMs.
     if choices and width >= _WIDE and max(len(view.name(row)) for row in view.top) < 30:
         side_by_side, right = Table.grid(padding=(0, 2)), Table.grid()
         for table in (tables[1], Text(), tables[2]):
@@ -55,6 +56,7 @@ def _heat_map(view: View, width: int) -> Iterator[Text]:
     rows_of = {kind: [row for rows in by_layer.values() for row in rows] for kind, by_layer in view.kinds.items()}
     largest_kinds = sorted(rows_of, key=lambda kind: -view.sum(rows_of[kind]))[:_MOST]
     margin = min(max(map(len, largest_kinds), default=0), width // 3)
+    # The cells get the width that names and numbers leave, and 8 characters at least.
     layers_a_cell = math.ceil(len(view.layers) / max(width - margin - (24 if width >= NARROW else 15), 8)) or 1
     cells = [view.layers[at : at + layers_a_cell] for at in range(0, len(view.layers), layers_a_cell)]
     if cells:
@@ -65,6 +67,7 @@ def _heat_map(view: View, width: int) -> Iterator[Text]:
     for kind in (kind for kind in view.kinds if kind in largest_kinds):
         line = Text(f"{kind[-margin:]:{margin}} ")
         for cell in cells:
+            # A cell of several layers shows the largest of them.
             line.append(*_mark(max(view.sum(view.kinds[kind].get(layer, ())) for layer in cell), view.largest))
         rows = rows_of[kind]
         value, pinned = view.sum(rows), view.pinned(rows)

@@ -51,6 +51,7 @@ class AppendFile:
         """Open the file to append to it. Raises OSError for a link."""
         self.path = path
         self._file: BinaryIO = open(path, "ab", opener=no_link)  # noqa: SIM115 (open until `close`)
+        # The size and the checksum go on from what the file holds already.
         self._bytes = os.fstat(self._file.fileno()).st_size
         self._crc32 = _crc32(path, self._bytes) if self._bytes else 0
 
@@ -72,6 +73,7 @@ class AppendFile:
             there = os.lstat(self.path)
         except OSError:
             return False
+        # Another length means that somebody else has written or cut the file.
         if there.st_size != self._bytes or not stat.S_ISREG(there.st_mode):
             return False
         return self._file.closed or os.path.samestat(there, os.fstat(self._file.fileno()))

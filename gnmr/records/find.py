@@ -39,6 +39,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             names = {*folders, *files}  # of any kind: a reader refuses all but regular files
             if "config.yaml" in names and names & {"steps.jsonl", "header.json"}:
                 inside.append(Path(parent))
+                # There is no run inside a run.
                 folders.clear()
             folders[:] = sorted(name for name in folders if not name.startswith("."))
         if not inside:

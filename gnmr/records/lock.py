@@ -53,6 +53,7 @@ def lock_folder(folder: Path) -> FolderLock:
     """Lock an existing folder. Raises UserError if another process writes it, and OSError if it cannot be written."""
     TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that is not writable
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    # By device and inode, because several paths may lead to one folder.
     status = os.fstat(descriptor)
     place = status.st_dev, status.st_ino
     if (held := _locks.get(place)) is not None:
@@ -76,6 +77,7 @@ class OwnerMark:
 
     def __init__(self, folder: Path) -> None:
         """Write the mark. Raises UserError if another process that lives has marked the folder."""
+        # A lock may not reach other machines that share the folder, but a file in it does.
         _refuse_living_owner(folder)
         self._path, self._mark = folder / OWNER, _mark()
         _write(self._path, self._mark)
@@ -159,6 +161,7 @@ def _remove(path: Path, mark: dict[str, str | int], pid: int, ended: threading.E
 
 def _touch(path: Path, mark: dict[str, str | int], ended: threading.Event) -> None:
     while not ended.wait(_TOUCH_S):
+        # The mark is touched while it is this process's own, and written again if it was deleted.
         there = _read(path)
         if there == mark:
             with suppress(OSError):
@@ -173,15 +176,18 @@ def _refuse_living_owner(folder: Path) -> None:
     if mark is None or mark == (own_mark := _mark()):
         return
     if mark.get("machine") == own_mark["machine"]:
+        # On this machine the owner lives if its number has the same start: numbers are used again.
         until = time.monotonic() + _DYING_S
         while mark.get("start") == _start_of(int(mark["pid"])):
             if time.monotonic() > until:
                 raise UserError(f"{folder} is being written by another process, {mark['pid']} of this machine")
             time.sleep(0.05)
         return
+    # On another machine, only touches of the mark show that the owner lives.
     if (seen := _age(path)) is None or seen[1] > _SILENT_S:
         return
     warn(f"{folder}: another machine wrote here within the last minute; looking whether it still does")
+    # Wait for the next touch, or until there was none for too long.
     touched, age = seen
     while age <= _SILENT_S:
         time.sleep(min(1.0, _TOUCH_S))
@@ -196,6 +202,7 @@ def _age(path: Path) -> tuple[float, float] | None:
     """Return when a file was touched, and how long ago by the clock of its file system; None without the file."""
     try:
         with open(path, "rb", opener=no_link) as file, TemporaryFile(dir=path.parent) as fresh:  # open: NFS looks anew
+            # A new file has the time of the file system, whose clock may differ from this machine's.
             fresh.write(b"x")
             fresh.flush()
             touched = os.fstat(file.fileno()).st_mtime

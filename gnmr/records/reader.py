@@ -161,6 +161,7 @@ def _batch_ends(data: pa.Buffer) -> Iterator[int]:
         if data.slice(start, 4).to_pybytes() != _MARKER:
             raise ValueError(f"no message at byte {start}")
         message, end = _message(data, start)
+        # A kill cuts the last message; whole record batches after it mean that the file was damaged otherwise.
         if message is None:
             # A message begins at a multiple of 8 bytes with the marker.
             words = np.frombuffer(data, np.uint32, count=(data.size - start - 8) // 8 * 2, offset=start + 8)[::2]
@@ -213,6 +214,7 @@ def read_units(folder: Path) -> pa.Table:
     with reading(path):
         table = pa.Table.from_batches(batches)
         names, fixed = table.column_names, unit_schema(()).names
+        # The fixed columns, and the statistics of the run's signal.
         expected = unit_schema([name for name in names if name not in fixed])
         if not table.schema.equals(expected):
             raise ValueError(f"its columns are {', '.join(names):.200}")

@@ -82,6 +82,7 @@ def check_rows(
     path, summary, done = folder / "steps.jsonl", read_json(folder / "summary.json") or {}, exists(folder / "DONE")
     if not exists(path):
         return
+    # Steps count from 1 without a gap, so the last one is the number of rows.
     last = int(steps[-1]) if len(steps) else 0
     if planned is not None and last != len(steps):
         raise Damaged(f"{path}: {len(steps):,} rows up to step {last:,}, so rows are missing; copy the run again")
@@ -99,6 +100,7 @@ def check_rows(
     same_loss = loss_of_summary is None or repr(loss_of_summary) == repr(final_val_loss)
     if exists(folder / "eval.jsonl") and not same_loss:
         raise Damaged(f"{folder / 'eval.jsonl'}: ends with another loss than summary.json; copy the run again")
+    # All but the last of `ROWS` are text, and a finished run leaves no line without its end.
     for name in ROWS[:-1] if done else ():
         with suppress(FileNotFoundError), opened(folder / name) as file:
             if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":

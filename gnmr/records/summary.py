@@ -33,11 +33,13 @@ class SpikeScore:
             return
         number = len(self._window)
         if number >= _FEWEST:
+            # The mean and the variance E[x^2] - E[x]^2 of the values before this one.
             mean = self._sum / number
             variance = max(self._sum_of_squares / number - mean**2, 0.0)
             distance = abs(value - mean)
             self._values += 1
             self._spikes += distance > 0 and distance >= _DEVIATIONS * math.sqrt(variance)
+        # The sums follow the window: the oldest value leaves, and this one enters.
         if number == _WINDOW:
             oldest = self._window.popleft()
             self._sum, self._sum_of_squares = self._sum - oldest, self._sum_of_squares - oldest**2
@@ -112,6 +114,7 @@ def summarize(
     evals = [row for row, _ in iter_sound(folder / "eval.jsonl")]
     final = evals[-1] if evals else {}
     last, totals = steps.last, steps.totals
+    # The median, because the first step may compile and others may wait.
     step_time_s = median(steps.times) if steps.times else None
     over_frac = {column: _share(over, totals["routed"] * num_recoverable) for column, over in steps.over.items()}
     summary = {

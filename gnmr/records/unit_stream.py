@@ -46,6 +46,7 @@ class UnitStream:
             self._schema, self._names = unit_schema(list(rows.columns)), _strings(rows.units)
         assert rows.units is self._units or rows.units == self._units, "a run's units stay"
         batch = self._batch(rows, observed_units)
+        # A message for each step, so that a kill can cut no more than the last one.
         message = batch.serialize().to_pybytes()
         if first:
             message = self._start(batch, len(message)) + message

@@ -52,6 +52,7 @@ class RunWriter:
         with self._guard("its files"):
             folder.mkdir(parents=True, exist_ok=True)
             self._place = os.stat(folder)
+            # Nothing in the folder is changed before it belongs to this process.
             self._lock: FolderLock | None = lock_folder(folder)
             self._owner = OwnerMark(folder)
             if resume_step is not None:
@@ -135,6 +136,7 @@ class RunWriter:
                 raise RunFailed(f"{altered} was altered while the run was going")
         self._close_files()
         summary = summarize(self.folder, num_recoverable, max_o, status, reason, peak_memory_bytes)
+        # A folder that another process writes by now gets no end from this one.
         if self._ours():
             self._end(status, reason, summary)
         self.close()

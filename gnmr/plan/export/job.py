@@ -172,6 +172,7 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     def cheapest(wanted: frozenset[Mix], shapes: frozenset[tuple[int, int]]) -> Mix:
         """Return the cheapest set in which no GEMM has lower precision than in any wanted set."""
 
+        # A recipe may take the place of a wanted one if it is exact or slower: more time means more bits.
         def serves(gemm: str, name: str, wanted_name: str) -> bool:
             slower = times[gemm][name] > times[gemm][wanted_name]
             return name == wanted_name or not recipes[name][gemm] or slower
@@ -196,6 +197,7 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     if not any(target.converts(plan, name) for name in plan.operators):
         raise UserError(f"export: {target.library} converts none of these operators")
 
+    # Each linear's cheapest set that serves all of its operators.
     wanted = {
         name: tuple(target.configured(mix).get(gemm, plan.low) for gemm in GEMMS) for name, mix in mixes(plan).items()
     }
@@ -336,6 +338,7 @@ class Job:
         for mix in ((plan.low,) * len(GEMMS), *mixes(plan).values()):
             self.casts[self._label(mix)] = {g: self._recipes[x][g] for g, x in zip(GEMMS, mix, strict=True)}
         self.low = next(iter(self.casts))
+        # Labels that differ only in GEMMs that the target cannot configure are all the low recipe for it.
         low = [self.casts[self.low][gemm] for gemm in target.gemms]
         changed = {label for label, casts in self.casts.items() if [casts[gemm] for gemm in target.gemms] != low}
         self.left_out = [name for name, label in self.labels.items() if label in changed]

@@ -109,6 +109,7 @@ def _separating(names: Sequence[str], other_names: Sequence[str]) -> list[str]:
     for name in names:
         if not any(text in name for text in texts):
             block, module = re.match(r"(layers\.\d+\.)(\w+\.)", name).groups()  # type: ignore[union-attr]
+            # The shortest text first, which stands for the most linears.
             candidates = (block, block + module, name)
             texts[next(text for text in candidates if not any(text in other for other in other_names))] = None
     return list(texts)
