@@ -265,7 +265,7 @@ class Probe:
             and dry_run.key(cast, contraction_dim) not in casts
         ):
             return dry_run.values(dry_run.cast(operand, rows[:: self.tokens], cast, contraction_dim))
-        # Otherwise all rows are cast, because the scales depend on them or the cast is there already.
+        # Otherwise all rows are cast: the result depends on the others, or their cast is there already.
         rows_cast = dry_run.cast(operand, rows, cast, contraction_dim, casts)
         # Rotate back, and cut off padding, to compare with rows that were not rotated.
         if cast is not None and cast.hadamard:

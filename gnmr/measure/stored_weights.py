@@ -61,7 +61,7 @@ class StoredWeights:
                 for stored in opened.keys():  # noqa: SIM118
                     self._files[stored] = file
                     name, pattern = in_memory(stored)
-                    # No rule applies to a name that the model itself has.
+                    # A rule that leads to no tensor of the model does not apply to a name that the model has.
                     if name not in tensors and stored in tensors:
                         name, pattern = stored, None
                     self._sources.setdefault(name, []).append((stored, pattern))

@@ -66,7 +66,7 @@ class UnplannedParts:
             for operator in self.converted.operators:
                 operator.switch(True)
                 assert isinstance(operator.low, Recipe)
-                # Only fprop is measured, so the gradients that its price needs stay exact.
+                # Only fprop is measured, so the low path casts nothing else.
                 operator.low = Recipe(operator.low.name, fprop=operator.low.fprop, dgrad=Gemm(), wgrad=Gemm())
             self._meter = measure_prices(self.converted, ["price_fprop"], 1, frozen=True)
             self._meter.enabled = False

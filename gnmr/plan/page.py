@@ -54,7 +54,7 @@ class View:
             inner = ["*" if name.isdecimal() else name for name in names[at + 1 : -1]]
             kind = ".".join(names[:at]), ".".join([*inner, names[-1]])
             by_kind.setdefault(kind, {}).setdefault(int(names[at]), []).append(row)
-        # A kind is called by its last word, and by more only if two would have the same name.
+        # Kinds are called by their last words, or by their whole names if two would be called the same.
         labels = [kind.rpartition(".")[2] for _, kind in by_kind]
         if len(set(labels)) < len(labels):
             towers = len({tower for tower, _ in by_kind}) > 1

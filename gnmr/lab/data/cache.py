@@ -129,6 +129,7 @@ def open_folder(folder: Path) -> TokenCorpus:
     if folder.is_symlink() or not folder.is_dir():
         raise Corrupt("it is not a folder")
     try:
+        # meta.json comes first, because it says what the other files have to be.
         meta = json.loads(content(folder / META, LARGEST_META))
         if meta["fingerprint"] != _fingerprint(meta):
             raise Corrupt(f"{META} does not match its fingerprint")
@@ -139,6 +140,7 @@ def open_folder(folder: Path) -> TokenCorpus:
             if _recorded(folder / name) != files[name]:
                 raise Corrupt(f"{name} does not match its checksum")
 
+        # A corpus of examples has a file with the borders of its documents too.
         def split(name: str) -> TokenFile | Documents:
             ids = TokenFile(folder / name, dtype)
             if DOCUMENTS[name] not in files:

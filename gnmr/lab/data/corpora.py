@@ -167,6 +167,7 @@ def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None
     else:
         local = library_files(tell) if config.name == "stdlib" else local_files(config, tell)
         where, summary, source, streamed = local.where, local.summary, local.identity, False
+        # Without validation files, the rows are split.
         by_name = bool(local.splits[VALIDATION])
         rows_of = lambda split: (file_rows(file, config) for file in local.splits[split])
 
@@ -443,12 +444,14 @@ def _below(path: Path, where: str) -> tuple[list[str], list[str]]:
     if not path.is_dir():
         raise UserError(f"{where}: no such file or folder")
 
+    # By itself, os.walk passes over a folder that it cannot read, and the corpus would lack it silently.
     def refuse(error: OSError) -> None:
         raise error
 
     readable, not_read = list[str](), list[str]()
     for folder, children, names in os.walk(path, onerror=refuse):
         below = Path(folder)
+        # os.walk descends into the folders that are left in this list.
         children[:] = [child for child in children if not child.startswith(".") and not of_a_file_browser(child)]
         for child in children[:]:
             if kind := _kind_of_records(below / child):

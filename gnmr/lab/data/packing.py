@@ -64,6 +64,7 @@ class Packing:
                 f"training.seq_len={seq_len}: the {split} examples have {self.size} tokens, {least} are needed; "
                 "use more examples or a smaller training.seq_len"
             )
+        # A piece of a prompt alone has no target, so it gets no place in a sequence.
         sequence = [*range(has_target.sum())] if documents.alone else _best_fit(size[has_target].tolist(), seq_len)
         self.num_sequences = max(sequence, default=-1) + 1
         # Pieces are sorted by sequence; sequence s has those from _bounds[s] to _bounds[s + 1].

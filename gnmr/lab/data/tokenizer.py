@@ -71,6 +71,7 @@ def read(path: Path, where: str) -> tuple[bytes, str | None]:
         content = file.read_bytes()
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error
+    # A single file has no settings beside it; those of a checkpoint's folder may name the end token.
     settings = [path / name for name in ("tokenizer_config.json", "special_tokens_map.json")] if file != path else []
     ends = (_named_end(setting) for setting in settings if setting.is_file())
     return content, next((end for end in ends if end is not None), None)

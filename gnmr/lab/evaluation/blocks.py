@@ -78,6 +78,7 @@ def blocks_of(
     blocks_wanted = size or max(1, (TOKENS if run else TOKENS // 2) // length)
     num_batches = batches + held_out
     pool, where = _pool(subject, data, length, num_batches * blocks_wanted)
+    # A short text makes smaller batches, unless the user has named a size.
     blocks_per_batch = min(blocks_wanted, pool.number // num_batches)
     if blocks_per_batch == 0 or (size is not None and blocks_per_batch < size):
         least = f"{num_batches * (size or 1)}: batches={batches} and {held_out} held out, of {size or 1} each"

@@ -121,6 +121,7 @@ def _noise(subject: Subject, ids: np.ndarray, length: int) -> Examples:
     )
 
     def batch(places: Tensor) -> Batch:
+        # The seed is the block's number, so that it sounds the same in every batch.
         sounds = [0.1 * np.random.default_rng(place).standard_normal(samples) for place in places.tolist()]
         tokens, targets = _decoder_tokens(prefix, pieces[places])
         return _for_decoder(tokens, targets, _heard(subject, extractor, sounds))

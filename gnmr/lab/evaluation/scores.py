@@ -61,6 +61,7 @@ class RunScorer:
         Raises RunFailed if scoring fails; the checkpoint of `step` is saved by then.
         """
         config, converted, model = parts.config.scores, parts.converted, parts.model
+        # Weights that exist as codes alone (precision.weights=instead) are in 8 bits on the 16-bit path too: w8a16.
         coded = any(not operator.weight.is_floating_point() for operator in converted.operators)
         on_path = converted.on_low_path() if config.path == "low" else converted.high_precision()
         was_training, tasks = model.training, {}

@@ -143,6 +143,7 @@ def load_subject(
         check_tree(folder, skip=("wandb",))
         with reading(folder):
             return _run(folder, where)
+    # No run: a folder has to be a checkpoint, and another word a name on the hub.
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "model_index.json")):
             raise UserError(f"{path}: neither a run (config.yaml) nor a Hugging Face checkpoint (config.json)")
@@ -225,6 +226,7 @@ def _corpus(folder: Path, config: Config) -> cache.TokenCorpus:
         raise UserError(f"{folder}: header.json does not say which data the run was trained on ({error})") from error
     folder_of_tokens = cache.cache_folder()
     unreadable = None
+    # A folder that may not be read may be the one, so the message names it if no other is found.
     for token_folder in folder_of_tokens.glob(f"{config.data.name}-*"):
         if not os.access(token_folder, os.R_OK | os.X_OK):
             unreadable = token_folder

@@ -52,6 +52,7 @@ def report(
     _check_places(folder, page, default_folder=out is None, named_page=html is not None)
     left_out: dict[Path, str] = {}
 
+    # A damaged run is left out with a warning, and the report is about the others.
     def read(place: Path, read_run: Callable[[], Any]) -> Any:
         try:
             return read_run()
@@ -86,6 +87,7 @@ def report(
         output.write_text(folder / "report.md", "\n".join(sections), follow=False)
         output.write_text(page, html_text, follow=html is not None)
     finally:
+        # Sentences and tables are printed even if a file could not be written.
         name_each = len(sentences) > 1 and everything
         for name, sentence in sentences if everything else sentences[:1]:
             lead = printable(f"{name}: {sentence}" if name_each else sentence)

@@ -80,6 +80,7 @@ def _cost(comparison: Comparison, bounds: Bounds | None) -> tuple[Figure | None,
     subject = "low precision" if low.compression is None else "compression"
     change = paired(comparison.values, low.label, reference.label)
     label, arms = f"cost of {subject}", f"{comparison.names[low.label]} against {comparison.names[reference.label]}"
+    # A run that diverged has no perplexity to compare.
     if any(change.diverged):
         diverged = f"{change.diverged[0]} of {plural(change.n, 'run')} diverged"
         return Figure(label, diverged, arms), f"In low precision {diverged} ({arms}: {change.diverged[1]})."
@@ -108,6 +109,7 @@ def _recovered(comparison: Comparison, bounds: Bounds, best: Arm, routed: Sequen
     """`best`: the arm that recovers most of the gap; `routed`: the arms between the bounds, the best first."""
     names, family = comparison.names, bounds.family
     low, high = names[bounds.low.label], names[bounds.high.label]
+    # The positive control: without a gap between the bounds, a share of it means nothing.
     if family.tested and not family.gate:
         why = f"{high} is not significantly better than {low} (p = {p_text(family.p_gate)})"
         return None, f"Since {why}, the arms between them are not judged."
@@ -120,6 +122,7 @@ def _recovered(comparison: Comparison, bounds: Bounds, best: Arm, routed: Sequen
     if closed.interval is not None and family.tested:
         interval = f", 95% interval {interval_text(closed.interval, whole_percent)}%"
     detail = f"{names[best.label]}{most}, of the gap between {low} and {high}{interval}"
+    # Of many arms, the sentence names the best one and the random one with the same budget.
     named = list(routed)
     if len(named) > _MOST_NAMED:
         random = comparison.nearest_random(best)
@@ -165,6 +168,7 @@ def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure | None:
         return None
     details, low = [comparison.names[arm.label]], comparison.low(arm)
     saved, saved_low = arm.mean("saved_bytes_mean"), None if low is None else low.mean("saved_bytes_mean")
+    # Measured bytes come before those that Eq. 5 predicts.
     if saved is not None and saved_low is not None:
         extra_bytes, source = saved - saved_low, "measured"
     else:
@@ -195,6 +199,7 @@ def _endings(comparison: Comparison) -> str:
     endings = [_ended(comparison, arm) for arm in arms[:_MOST_NAMED]]
     if (more := len(arms) - _MOST_NAMED) > 0:
         endings.append(f"and {plural(more, 'more arm')}")
+    # The first thing that a comparison lacks.
     low = next((arm for arm in arms if arm.always is not None and not arm.sixteen_bit), None)
     if all(arm.sixteen_bit for arm in arms):
         return f"{'; '.join(endings)}. Nothing was in low precision."

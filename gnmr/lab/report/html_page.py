@@ -47,6 +47,7 @@ def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Pa
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     texts, data, room = list[Tree](), list[Tree](), MAP_CHARACTERS
     for comparison in comparisons:
+        # All comparisons share the characters that the page has for maps.
         maps, no_room, room = _maps(comparison, room)
         lead, arms = headline(comparison), _arms(comparison)
         apart = ", ".join(f"{name} {here}" for name, (here, _) in comparison.apart().items())
@@ -156,6 +157,7 @@ def _losses(comparison: Comparison) -> Tree:
         paired_runs = [run for run in arm.runs if run.seed in of_reference]
         for name in ("train", "val"):
             plain += _lines(number, name, [(run, curves[run.folder][name]) for run in arm.runs])
+            # Aligned by step: a step that one of the two lacks becomes NaN, which is dropped below.
             differences = [(run, curves[run.folder][name] - of_reference[run.seed][name]) for run in paired_runs]
             finite = [(run, difference[np.isfinite(difference)]) for run, difference in differences]
             if reference is not None and (lines := _lines(number, name, finite)):

@@ -174,9 +174,11 @@ class Run:
         steps, row = np.unique(table["step"].to_numpy(), return_inverse=True)
         columns = [name for name in table.column_names if name not in unit_schema(()).names]
         cells, rows = len(steps) * len(place), table.num_rows
+        # The matrices are dense, so a few rows of many steps and units could fill the memory.
         if cells * (len(columns) + 3) > _MOST_NUMBERS or cells > 2**24 + _MOST_UNOBSERVED * rows:
             size = f"{rows:,} rows are of {len(steps):,} steps and {len(place):,} units"
             raise Damaged(f"{self.folder}: units.arrows is too large to be shown ({size})")
+        # Of two rows of one cell, the second would hide the first.
         if len(np.unique(row.astype(np.int64) * len(place) + column)) < rows:
             raise Damaged(f"{self.folder}: units.arrows has two rows of a step and unit")
 
@@ -216,6 +218,7 @@ def load(folder: Path) -> Run:
             recorded_seed = header.get("seed") or (name["seed"] if name else 0)
             seed = int(recorded_seed if flat.get("training.seed") is None else flat["training.seed"])
             digest = name["hash"] if name else config.hash_of(settings)
+    # The report computes with these, so they have to be numbers whatever version wrote them.
     with reading(folder / "config.yaml"):
         for key in _SIZES:
             if not isinstance(settings.get(key), int | None):

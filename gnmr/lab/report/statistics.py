@@ -132,6 +132,7 @@ def paired(values: Values, arm: str, control: str) -> Result:
     pairs = np.array([(values[arm][r], values[control][r]) for r in common], dtype=float).reshape(-1, 2)
     n, diverged = len(pairs), (~np.isfinite(pairs)).sum(axis=0).tolist()
     if any(diverged):
+        # A sign test, in which a diverged run is worse than any other, and Fisher's test of the numbers that diverged.
         wins, losses = int((pairs[:, 0] < pairs[:, 1]).sum()), int((pairs[:, 0] > pairs[:, 1]).sum())
         sign = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
         fisher = stats.fisher_exact([[count, n - count] for count in diverged]).pvalue
@@ -141,6 +142,7 @@ def paired(values: Values, arm: str, control: str) -> Result:
     if n == 0:
         return Result(arm, control, 0)
     differences = pairs[:, 0] - pairs[:, 1]
+    # A paired t-test, on the standard error of the mean difference.
     error = float(differences.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
     difference = Contrast(float(differences.mean()), error, n - 1)
     return Result(arm, control, n, difference, difference.estimate, p=difference.p if n >= FEWEST else None)
@@ -162,6 +164,7 @@ class Model:
         replicates = np.array([replicate_numbers[replicate] for *_, replicate in rows])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of arms without replicates in common, which `joint` does not compare
+            # loss = effect of the arm + effect of the replicate + residual
             data = {"loss": loss, "arm": arms, "replicate": replicates}
             self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", data).fit()
         self.freedom = int(self.fit.df_resid)
@@ -219,6 +222,7 @@ class Model:
         t2 = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
         # |a - s b|^2 <= t^2 var(a - s b) as a quadratic in s
         square, linear, constant = b * b - t2 * cov[1, 1], -2 * (a * b - t2 * cov[0, 1]), a * a - t2 * cov[0, 0]
+        # The gap may be 0, so the interval has no ends.
         if square <= 0:
             return Share(float(a / b), None)
         root = math.sqrt(max(linear * linear - 4 * square * constant, 0.0))
@@ -301,6 +305,7 @@ def judge(values: Values, contrasts: Sequence[tuple[str, str]], *, low: str, hig
     """
     model, exact = model_of(values), paired(values, high, low)
     gap = model.between(low, high) if model else None
+    # The positive control: by the model if it has both bounds, else by the pairs alone.
     p_gate, better = exact.p, exact.direction < 0
     if gap is not None:
         p_gate, better = gap.p if exact.n >= FEWEST else None, gap.estimate > 0
@@ -357,6 +362,7 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
     ascending = sorted((float(value), place) for place, value in enumerate(values) if value is not None)
     p_values: list[float | None] = [None] * len(values)
     largest = 0.0
+    # Each p-value times the number of those that are not smaller, and at least as large as the one before.
     for smaller, (value, place) in enumerate(ascending):
         largest = max(largest, min(1.0, (len(ascending) - smaller) * value))
         p_values[place] = largest

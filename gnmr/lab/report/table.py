@@ -63,6 +63,7 @@ def fault_table(comparison: Comparison) -> Table:
     for arm in comparison.arms:
         detections: list[Detection] = []
         for run in arm.runs:
+            # Detection is judged by the risks, which a run without rows of units does not have.
             if (windows := read_windows(run.folder)) and len((matrices := run.units()).steps):
                 detections.append(detect(matrices, windows, trigger(run)))
         if detections:
@@ -94,6 +95,7 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
 
 def _row(comparison: Comparison, arm: Arm) -> list[str]:
     test, random = comparison.tests.get(arm.label), comparison.random_tests.get(arm.label)
+    # Runs that are not finished would have too few promotions.
     with_events = [run for run in arm.done if arm.routed and run.events]
     promotions = stat(sum(event.get("event") == "promote" for event in run.events) for run in with_events)
     return [
@@ -134,6 +136,7 @@ def _verdict(test: Result) -> str:
 def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
     """Return on what the arms were trained, what the columns mean and how the tests were made."""
     kind, data, runs = comparison.kind, comparison.runs[0].data, comparison.runs
+    # What the arms were trained on.
     if kind.steps is None and kind.fingerprint is None:
         steps = sorted({count(run.summary.get("steps")) for run in runs})
         notes = [f"Training loops of your own, {', '.join(steps)} steps; their records do not say on which data."]
@@ -147,6 +150,7 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
         notes.append("Losses of forks that heal are those before they heal.")
     if any(len(arm.done) > 1 for arm in comparison.arms):
         notes.append("± is the sample standard deviation over the finished seeds.")
+    # A note on each column that the table has.
     if "diff. [95% CI]" in columns:
         names = dict.fromkeys(low.label for arm in comparison.arms if (low := comparison.low(arm)) is not None)
         notes.append(

@@ -146,6 +146,7 @@ def thresholds(arm: Arm, run: Run) -> dict[str, list[tuple[int, float]]]:
             level, first, until = main, get(f"{key}.init"), int(get(f"{key}.init_steps") or 0)
         if level is None:
             continue
+        # The initial threshold holds up to step `until`, and none holds before there is a trigger.
         stages = [(1, level)] if first is None else [(1, first), (until + 1, level)]
         stages = [(max(since, first_step), level) for since, level in stages]
         levels[name] = [(since, trigger(run) * float(level)) for since, level in dict(stages).items()]
@@ -160,6 +161,7 @@ def _promotions(run: Run, place: dict[str, int], last: int) -> list[list[Any]]:
         unit, step, kind = place.get(str(event.get("unit"))), event.get("step"), event.get("event")
         if unit is None or not isinstance(step, int) or step > last:
             continue
+        # A release ends the open promotion of its unit; a promotion without one lasts until the last step.
         if kind == "promote":
             risk = event.get("risk")
             finite = isinstance(risk, int | float) and np.isfinite(risk)

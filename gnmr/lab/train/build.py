@@ -480,6 +480,7 @@ def _outliers(config: Config, model: models.Decoder, generator: torch.Generator)
     if not outliers.window:
         models.add_outlier_channels(model, outliers.number, outliers.gain, generator)
         return []
+    # A window multiplies weights when it begins, and divides them when it ends.
     start, stop = outliers.window
     if stop > training.steps:
         raise UserError(f"model.outlier_channels.window={outliers.window}: the run has {training.steps} steps")

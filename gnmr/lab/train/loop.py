@@ -170,6 +170,7 @@ class Loop:
         """Train until the end or until `stop` holds a signal; return ("done", None) or ("interrupted", reason)."""
         training, counters, total = self.parts.config.training, self.counters, self.parts.config.total_steps
         take_step = Steps(self.parts, self.blocks, self.levels if self.parts.config.records.verdicts else None, stop)
+        # The evaluation of a fork before its first step is that of its base.
         if counters.step == 0 and self.parts.base is not None:
             self._validate()
         if self._score_is_due():

@@ -154,6 +154,7 @@ def refuse_checkpoint(
         floats: whether the weights will be converted to float32.
         tokens: tokens of a batch that is diagnosed; 0: it is not.
     """
+    # A lower bound, which refuses: the weights, and a gradient for each of them.
     numbers = {name: math.prod(shape) for name, (shape, _) in tensors.items()}
     weights = sum(number * (4 if floats else max(2, tensors[name][1])) for name, number in numbers.items())
     need, (available, has) = weights * (1 + gradients), _memory_of(device)
@@ -164,6 +165,7 @@ def refuse_checkpoint(
             f"{where}: cannot fit into memory: its {needs} {need / 1e9:,.3g} GB, and {has} {available / 1e9:,.3g} GB; "
             f"{smaller}"
         )
+    # An estimate, which only warns: the inputs of all linears, and the logits, of each token.
     matrices = {name: shape for name, (shape, _) in tensors.items() if len(shape) == 2}
     inputs = sum(shape[1] for name, shape in matrices.items() if "emb" not in name and "wte" not in name)
     per_token = _PER_INPUT * inputs + _PER_LOGIT * max((shape[0] for shape in matrices.values()), default=0)

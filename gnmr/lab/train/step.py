@@ -268,9 +268,11 @@ class TrainStep:
         loss, grad_norm = float(host["loss"]), float(host["grad_norm"])
         if self.levels is not None:
             self.levels.add(loss, grad_norm)
+        # Only a step that is not finite is searched for the place, which may take another pass.
         nonfinite_unit = None
         if host["nonfinite"]:
             nonfinite_unit = self._nonfinite_place(loss, host["norms"].tolist(), micro_batches)
+        # A signal counts once any process has received it.
         stop = None
         if "stop" in host:
             stop = next((number for number, count in zip(_SIGNALS, host["stop"], strict=True) if count), None)

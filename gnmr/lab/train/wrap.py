@@ -68,6 +68,7 @@ class _Virtual(Wrapped):
     def after(self, last: bool) -> None:
         """Take the gradients of the micro-batch; after the last one of a step, leave the compressed means."""
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        # Each worker's first micro-batch of the step; further ones are added to it.
         if self._number < self.workers:
             self._of_worker.append([parameter.grad for _, parameter in named])
         else:
@@ -81,6 +82,7 @@ class _Virtual(Wrapped):
         if last:
             grads, self._of_worker, self._number = self._of_worker, [], 0
             by_name = {name: list[Tensor | None](rows) for (name, _), *rows in zip(named, *grads, strict=True)}
+            # (W, ...) of each parameter that has a gradient in every worker.
             sent = {name: torch.stack(rows) for name, rows in by_name.items() if None not in rows}  # type: ignore[arg-type]
             for name, mean in self._reduce(sent).items():
                 self.model.get_parameter(name).grad = mean
@@ -181,6 +183,7 @@ def wrap(
 
     if kind == "fsdp":
         return _FSDP(model, blocks, init_device_mesh(device.type, (world.size,)), partly)
+    # HSDP: the processes of a group hold one copy of the model together, and all groups hold equal copies.
     shards = shards_of(world.size)
     names = ("replicate", "shard")
     mesh = init_device_mesh(device.type, (world.size // shards, shards), mesh_dim_names=names)
