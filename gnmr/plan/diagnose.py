@@ -183,10 +183,15 @@ def diagnose(
         batches = list(batches)
         refuse_other_batches(model, batches)
         refuse_other_batches(model, held_out, "held_out")
-    # Passes that are compared, and passes in which products are counted, must run the same kernels.
-    eager = torch.compiler.set_stance("force_eager")
     stored = nullcontext(weights) if weights is None or callable(weights) else weights_in(weights, model)
-    with stored as read, as_it_was(model), eager, _converted(model, paths, include, cast) as (converted, unplanned):
+    with (
+        stored as read,
+        as_it_was(model),
+        # Passes that are compared, and passes in which products are counted, must run the same kernels. The stance is
+        # in force from the call on, so nothing may fail between the call and this block.
+        torch.compiler.set_stance("force_eager"),
+        _converted(model, paths, include, cast) as (converted, unplanned),
+    ):
         sides = paths.give_recipes(converted)
         check_fused([operator.operator_name for operator in converted.operators], fused)
         common: dict[str, Any] = {

@@ -412,7 +412,7 @@ def test_a_stride_and_terms_of_the_loss() -> None:
         ({"rescue": "nvfp4"}, "rescue=nvfp4: takes no more time in fprop than sim_int4"),
         ({"rescue": "fp8_delayed"}, "rescue=fp8_delayed: can be the recipe of all operators alone"),
         ({"rescue": "mxfp8", "against": "bf16"}, "rescue=mxfp8: cannot be asked for if operators have recipes"),
-        ({"times": {"9": 1.0}}, "times.9=1.0: must be of 4, 8, 16 or a recipe"),
+        ({"times": {"9": 1.0}}, "times.9=1.0: must be of 4, 8, 16, a recipe, or "),
         ({"times": 2}, "times=2: must be {bits or recipe: relative time}"),
         ({"fused": "qkv"}, "fused=qkv: this model has no such operators"),
         ({"plan": "nowhere.json"}, "plan=nowhere.json"),

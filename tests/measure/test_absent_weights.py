@@ -269,3 +269,19 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
         diagnosed(on_meta(whole), measure="all")
     with pytest.raises(gnmr.errors.UserError, match="holds no"):
         diagnosed(on_meta(whole), measure="all", weights=tmp_path / "empty")
+
+
+def test_a_refused_diagnosis_leaves_compiled_functions_compiled(tmp_path: Path) -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    add = torch.compile(lambda x: x + 1, backend=backend)
+    with accelerate.init_empty_weights():
+        model = Decoder()
+    with pytest.raises(ValueError):
+        gnmr.diagnose(model, model, [token_ids(0), token_ids(1)], weights=tmp_path)  # which holds no checkpoint
+    add(torch.ones(2))
+    assert len(graphs) == 1

@@ -312,9 +312,12 @@ def test_another_models_state_is_refused_before_anything_is_loaded(other: dict) 
     converted.load_state_dict(convert(model(), PathSpec(**kwargs)).state_dict())
 
 
-def test_linears_on_several_devices_are_refused() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
-    with pytest.raises(ValueError, match=r"linears on several devices \(cpu, meta\)"):
+def test_linears_on_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    gpu, device_of = torch.device("cuda", 1), torch.Tensor.device.__get__
+    devices = property(lambda weight: gpu if weight is net[1].weight else device_of(weight))
+    monkeypatch.setattr(nn.Parameter, "device", devices, raising=False)
+    with pytest.raises(ValueError, match=r"linears on several devices \(cpu, cuda:1\)"):
         convert(net, PathSpec.of("int4", None, targets=["?"]))
     assert type(net[0]) is nn.Linear
 
