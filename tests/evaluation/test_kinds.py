@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch
 import transformers as tf
 from architectures import ARCHITECTURES, DECODER, IMAGE, SEQ2SEQ, causal, language_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import Tensor
 
 import gnmr as package
 from gnmr.errors import UserError
+from gnmr.lab.evaluation import inputs
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import load_subject
 from gnmr.lab.models.kinds import CAUSAL, ENCODER_DECODER, IMAGE_TEXT, MASKED, SPEECH, kind_of
@@ -234,6 +237,31 @@ def test_an_image_text_model_sees_the_pictures_of_a_folder(template: str | None,
             logits = logits_of(subject.model, batch)
             blank = {**batch.inputs, "pixel_values": torch.zeros_like(batch.inputs["pixel_values"])}
             assert not torch.equal(logits, subject.model(**blank).logits)
+
+
+def test_no_picture_is_a_target(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the tokenizer says of <image> only that it is special, and gives it no role."""
+    subject = load_subject(str(saved("llava")), device="cpu")
+    letters = Tokenizer.from_str(subject.text.tokenizer.backend_tokenizer.to_str())
+    letters.add_special_tokens(["<image>"])
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>")
+    assert 4 not in tokenizer.all_special_ids
+    tokens = torch.tensor([[4, 4, 7, 8, 2]])
+
+    class Processor:
+        image_token = "<image>"
+
+        def __call__(self, **_asked: Any) -> dict[str, Tensor]:
+            return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+    monkeypatch.setattr(inputs, "open_processor", lambda *_: Processor())
+    monkeypatch.setattr(inputs, "_picture", lambda _file: None)
+    Path("seen").mkdir()
+    for ending in ("png", "txt"):
+        Path(f"seen/0.{ending}").write_text("ab")
+    with_text = replace(subject, text=replace(subject.text, tokenizer=tokenizer))
+    (batch,) = blocks_of(with_text, Path("seen"), batches=1, held_out=0, length=16, size=1).batches
+    assert batch.targets.tolist() == [[IGNORED, 7, 8, IGNORED, IGNORED]]
 
 
 def test_mistakes_in_a_folder(saved: Any) -> None:

@@ -221,7 +221,10 @@ def _pictures(subject: Subject, files: Sequence[Path], texts: Sequence[str], _le
         features = processor(images=pictures, text=prompts, return_tensors="pt", padding=True)
     tokens, present = features["input_ids"], features["attention_mask"].bool()
     # The next token, if it is there and is a token of the text: pictures stand for themselves.
-    special = torch.tensor(sorted({*subject.text.tokenizer.all_special_ids}))
+    tokenizer: Any = subject.text.tokenizer
+    # Some tokenizers say of their image token only that it is special, and give it no role.
+    added = {token for token, word in tokenizer.added_tokens_decoder.items() if word.special}
+    special = torch.tensor(sorted({*tokenizer.all_special_ids, *added}))
     targets = torch.full_like(tokens, IGNORED)
     counts = present[:, 1:] & present[:, :-1] & ~torch.isin(tokens[:, 1:], special)
     targets[:, :-1] = torch.where(counts, tokens[:, 1:], IGNORED)
