@@ -50,6 +50,15 @@ def test_a_run_trains_the_adapters_and_leaves_the_base_as_it_was(
     assert len(added) == 21 and all(p.abs().max() > 0 for p in added)
 
 
+def test_frozen_weights_have_no_gradient_in_the_flops(assembled) -> None:
+    parts = assembled()
+    linears = [m for m in parts.model.modules() if isinstance(m, torch.nn.Linear)]
+    forward = sum(linear.weight.numel() for linear in linears)
+    config = parts.model.config
+    attention = 2 * parts.config.training.seq_len * config.hidden_size * config.num_hidden_layers
+    assert parts.flops_per_token == pytest.approx(2 * (2 * forward + 3 * attention))
+
+
 def test_a_stopped_run_goes_on_to_the_last_bit(train, tmp_path: Path, lora: Words, stopped) -> None:
     """Dropout and the order of the examples included."""
     whole = everything(train(tmp_path / "whole", *lora))

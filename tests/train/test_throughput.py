@@ -38,6 +38,7 @@ def test_mfu_by_hand() -> None:
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
+        ("NVIDIA H200 MIG 1g.18gb", None),
         ("AMD Instinct MI300X", 1307),
         ("NVIDIA GeForce GTX 1080", None),
         ("NVIDIA L40S", 362),

@@ -272,7 +272,9 @@ def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, blo
             module.training = mode
     converted.cost.count(coverage.work(converted.operators))
     # A multiplication comes with an addition. The backward pass multiplies twice: for the input and for the weight.
-    return 2 * 3 * (coverage.total + coverage.attention) / config.training.seq_len
+    # Weights under adapters are frozen and have no gradient; the adapters' own are too few to count.
+    of_weights = 2 if config.model.adapter.rank else 3
+    return 2 * (of_weights * coverage.total + 3 * coverage.attention) / config.training.seq_len
 
 
 def check_plan(config: Config) -> None:

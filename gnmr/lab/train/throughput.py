@@ -3,7 +3,8 @@
     MFU = FLOPs of the model per token * tokens per second / (peak FLOPs per second of a device * devices)
 
 FLOPs of the model are those of all GEMMs and of attention, forward and backward; the embedding multiplies nothing, and
-recomputation does not count (PaLM, arXiv 2204.02311, appendix B). The peak is that of dense BF16, whatever recipe runs.
+recomputation does not count (PaLM, arXiv 2204.02311, appendix B), nor do gradients of weights that adapters leave
+frozen. The peak is that of dense BF16, whatever recipe runs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_of_name(name: str) -> float | None:
-    """Return the peak of a device by its full name, as in "NVIDIA H100 80GB HBM3"; None if it is unknown."""
+    """Return the peak of a device by its full name, as in "NVIDIA H100 80GB HBM3"; None if it is unknown.
+
+    It is unknown of a part of a GPU (MIG), which is named after the whole.
+    """
     words = name.replace("-", " ").split()
+    if "MIG" in words:
+        return None
     known = [model for model in PEAK_FLOPS if set(model.split()) <= set(words)]
     # "H100 PCIe" says more than "H100".
     return PEAK_FLOPS[max(known, key=len)] if known else None
