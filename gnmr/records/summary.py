@@ -43,6 +43,8 @@ class SpikeScore:
         if number == _WINDOW:
             oldest = self._window.popleft()
             self._sum, self._sum_of_squares = self._sum - oldest, self._sum_of_squares - oldest**2
+            if self._sum_of_squares < oldest**2:  # what is left has lost its last digits beside a huge value
+                self._sum, self._sum_of_squares = math.fsum(self._window), math.fsum(x**2 for x in self._window)
         self._window.append(value)
         self._sum, self._sum_of_squares = self._sum + value, self._sum_of_squares + value**2
 

@@ -87,6 +87,15 @@ def test_spike_score_reads_a_window_of_a_thousand(tmp_path: Path) -> None:
     assert spikes >= 3 and score.share() == spikes / (len(losses) - 50)
 
 
+def test_a_huge_loss_leaves_no_trace_in_the_spike_score() -> None:
+    losses = [*np.random.default_rng(0).normal(3.0, 0.001, 2500)]
+    losses[100] = 1e9
+    score = SpikeScore()
+    for loss in losses:
+        score.add(loss)
+    assert score.share() == 1 / 2450
+
+
 def test_nothing_trained_gives_null_shares(tmp_path: Path) -> None:
     RunWriter(tmp_path, None).close()
     summary = summarize(tmp_path, 28, 4, "failed", "at once")
