@@ -256,12 +256,12 @@ class Diagnosis:
         any score.
         """
         forward = [row for row in self.rows if row.gemm == "fprop"]
-        # fprop by each score. A KL that was measured alone takes the place of both estimates in nats.
-        values: dict[str, list[float | None]] = {
-            "token": [row.by_token if row.measured is None else row.measured for row in forward],
-            "sequence": [row.by_sequence if row.measured is None else row.measured for row in forward],
-            "elements": [self.scores.get("elements", {}).get(row.operator) for row in forward],
-        }
+        values: dict[str, list[float | None]] = {}
+        if self.estimate != "measured":  # else every price is a KL, and there is no estimate
+            # A KL that was measured alone takes the place of both estimates in nats.
+            values["token"] = [row.by_token if row.measured is None else row.measured for row in forward]
+            values["sequence"] = [row.by_sequence if row.measured is None else row.measured for row in forward]
+        values["elements"] = [self.scores.get("elements", {}).get(row.operator) for row in forward]
         norms, errors = (self.scores.get(key, {}) for key in ("gradient norm", "mse"))
         # A squared norm estimates the Fisher information, and inputs times MSE is the squared error of a token.
         values["gradient norm"] = [norms[row.operator] ** 2 if row.operator in norms else None for row in forward]
@@ -290,7 +290,7 @@ class Diagnosis:
             return nats_on
         # Nats on a rescue are estimates, so their share is one of the estimate, even if the low recipe was measured.
         by_estimate = row.value
-        if row.measured is not None and self.estimate != "measured":
+        if row.measured is not None:
             by_sequence = row.by_sequence if self.estimate == "sequence" else None
             by_estimate = (row.by_token if by_sequence is None else by_sequence) or 0.0
         share = nats / by_estimate if by_estimate > 0 else 0.0

@@ -81,6 +81,11 @@ def test_without_a_choice_all_batches_measure_the_plan() -> None:
     assert not alike.selection and alike.remaining["plan"].batches == 4
 
 
+def test_if_everything_is_measured_no_estimate_is_a_score() -> None:
+    measured = found(measure="all", rescue="mxfp8", budget=0.2)
+    assert list(measured.candidates()) == ["price", "first_last"]
+
+
 def test_numbers_of_tokens_are_those_of_plain_softmax() -> None:
     generator = torch.Generator().manual_seed(0)
     high, low = (torch.randn(3, 50, 11, generator=generator) for _ in range(2))
