@@ -57,9 +57,9 @@ def gemm_time(
     casts = recipe.words()[gemm]
     if shape is not None:
         of_shape = f":{gemm}:{shape[0]}x{shape[1]}"
-        for key in times:
+        for key in (f"{recipe.name}{of_shape}", *times):
             name = key.removesuffix(of_shape)
-            if name != key and name in recipes and recipes[name].words()[gemm] == casts:
+            if name != key and key in times and name in recipes and recipes[name].words()[gemm] == casts:
                 return times[key]
     # A given time of a recipe holds for each GEMM with the same casts, also in a mixture of recipes.
     for name in (recipe.name, *times):

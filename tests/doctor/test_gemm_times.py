@@ -76,6 +76,9 @@ def test_a_plan_counts_them_and_the_rest_by_bits(tmp_path: Path) -> None:
     # A GEMM with the casts of a recipe has its time, whatever recipe the others are of.
     mixed = RECIPES["mxfp8"].with_gemms({"fprop": RECIPES["nvfp4"]})
     assert gemm_time(mixed, "fprop", times, shape=(576, 1536)) == times["nvfp4:fprop:576x1536"]
+    own = {"nvfp4:fprop:8x8": 1.0, f"{mixed.name}:fprop:8x8": 3.0}
+    assert gemm_time(RECIPES["nvfp4"], "fprop", own, {mixed.name: mixed}, (8, 8)) == 1.0
+    assert gemm_time(mixed, "fprop", own, shape=(8, 8)) == 3.0, "its own comes first"
     assert without_times(shapes.values(), ("nvfp4", "mxfp8"), times) == ["1536x576", "576x576"]
     assert without_times(shapes.values(), ("nvfp4",), {"8": 1.8}) == []
     line = times_line(diagnosis(2, times=times))
