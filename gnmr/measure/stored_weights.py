@@ -134,7 +134,7 @@ def weights_in(folder: str | PathLike[str], model: nn.Module) -> Iterator[Callab
         A function that reads a tensor of a block by its name in the model.
 
     Raises:
-        ValueError: a tensor of the model is in no file.
+        ValueError: a tensor of the model is in no file, or the model has its weights.
         UserError: the files cannot be read, or are of another model.
     """
     weights, blocks = StoredWeights(Path(folder).expanduser(), model), f"{named_blocks(model)[0]}."
@@ -154,6 +154,8 @@ def weights_in(folder: str | PathLike[str], model: nn.Module) -> Iterator[Callab
         if tensor.is_meta
     ]
     # A tied tensor may be in the files under only one of its names.
+    right = "is for a model on the meta device, and this one has its weights; leave it out"
+    require(absent, "weights", folder, right)
     for _, _, tensor, name in absent:
         readable = next((candidate for candidate in (name, tied.get(name, name)) if candidate in weights), None)
         if readable is not None:

@@ -269,6 +269,8 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
         diagnosed(on_meta(whole), measure="all")
     with pytest.raises(gnmr.errors.UserError, match="holds no"):
         diagnosed(on_meta(whole), measure="all", weights=tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"^weights=.*: is for a model on the meta device, and this one has its"):
+        diagnosed(whole, weights=tmp_path)  # whose numbers may be others
 
 
 def test_a_refused_diagnosis_leaves_compiled_functions_compiled(tmp_path: Path) -> None:
