@@ -727,7 +727,8 @@ class _Measurement:
     ) -> Diagnosis:
         """Measure the candidates, and choose the one that leaves least.
 
-        Another score replaces the price only if its plan leaves less by more than the paired standard error.
+        Another score replaces the price only if its plan leaves less by more than the paired standard error, or if the
+        price's plan leaves predictions that are not finite.
         """
         left = self._left(
             diagnosis, {name: [choice] for name, choice in candidates.items()}, batches, before, "selection"
@@ -736,7 +737,12 @@ class _Measurement:
         differences = {
             name: paired_mean(left.by_batch[name], left.by_batch["price"], left.terms) for name in candidates
         }
-        better = [name for name, (mean, error, _) in differences.items() if mean < -error]
+        price_is_finite = costs["price"].finite
+        better = [
+            name
+            for name, (mean, error, _) in differences.items()
+            if costs[name].finite and (mean < -error or not price_is_finite)
+        ]
         return replace(
             diagnosis,
             selected=min(better, key=lambda name: costs[name].nats, default="price"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from test_kl import Mixer, batches_of, kls_of
 
 import gnmr
 from gnmr.measure.kl import divergence, token_divergence
+from gnmr.plan.diagnose import _Measurement
 from gnmr.plan.diagnosis import Diagnosis, token_line
 
 
@@ -71,6 +75,22 @@ def test_a_score_that_leaves_clearly_less_replaces_a_bad_price(monkeypatch: pyte
     assert other.selection[other.selected][0].nats == min(cost.nats for cost, _, _ in other.selection.values())
     assert other.plan().pins == other.choice(score=other.selected).pins != other.choice(score="price").pins
     assert other.remaining["plan"].nats < other.remaining["price"].nats, "the plan by price stays in the table"
+
+
+def test_a_finite_plan_replaces_one_that_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_left = _Measurement._left
+
+    def broken_by_price(self: _Measurement, *arguments: Any, **options: Any) -> Any:
+        left = measured_left(self, *arguments, **options)
+        for name, (kls, _) in left.by_batch.items():
+            for kl in kls if name in ("price", "mse") else ():
+                kl[:, 0] = math.nan if name == "price" else math.inf
+        return left
+
+    monkeypatch.setattr(_Measurement, "_left", broken_by_price)
+    other = found()
+    assert other.selection and other.selected not in ("price", "mse")
+    assert math.isnan(other.selection["price"][0].nats) and other.selection[other.selected][0].finite
 
 
 def test_without_a_choice_all_batches_measure_the_plan() -> None:
