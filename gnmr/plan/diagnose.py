@@ -164,6 +164,8 @@ def diagnose(
         require(not include, "include", ",".join(include), "is estimated; leave it out, or measure=all")
     else:
         require(state is None, "state", f"{state}", "is for measure='all'")
+    readable = weights is None or callable(weights) or isinstance(weights, str | PathLike)
+    require(readable, "weights", weights, "must be a checkpoint's folder, or a function from a name to its tensor")
     _check_model(model, stored=weights is not None)
     paths = compared_paths(
         recipe=recipe,

@@ -271,6 +271,8 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
         diagnosed(on_meta(whole), measure="all", weights=tmp_path / "empty")
     with pytest.raises(ValueError, match=r"^weights=.*: is for a model on the meta device, and this one has its"):
         diagnosed(whole, weights=tmp_path)  # whose numbers may be others
+    with pytest.raises(ValueError, match=r"^weights=3: must be a checkpoint's folder, or a function"):
+        diagnosed(on_meta(whole), weights=3)
 
 
 def test_a_refused_diagnosis_leaves_compiled_functions_compiled(tmp_path: Path) -> None:

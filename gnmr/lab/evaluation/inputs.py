@@ -59,7 +59,7 @@ def examples_of_text(subject: Subject, ids: np.ndarray, length: int) -> Examples
 
 
 def examples_in_folder(subject: Subject, data: Path, length: int) -> Examples:
-    """Return the files of a folder with their texts of at most `length` tokens.
+    """Return the files of a folder with their texts: of sound, at most `length` tokens of each; of pictures, all.
 
     Raises UserError if the model reads neither sound nor pictures, or if a file cannot be read.
     """
