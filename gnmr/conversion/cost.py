@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -303,7 +304,7 @@ class Cost:
             self._path_times[key] = path, sum(times)
         return self._path_times[key][1]
 
-    @property
+    @cached_property
     def _by_shape(self) -> bool:
         """True if some times are of operators of one shape."""
         return any(":" in key for key in self.times)

@@ -187,8 +187,7 @@ class ForwardPasses:
         `around` returns a context for the pass, or for each part of it.
         """
         if self.blocks is not None:
-            result = self.blocks.forward(batch, place, low, around)
-            return output_of(result, f"run of batch {place + 1}", trained=False)
+            return self._output_of(self.blocks.forward(batch, place, low, around), place, trained=False)
         for operator in self.converted.operators:
             operator.switch(operator.operator_name not in low)
         torch.manual_seed(place)
@@ -200,7 +199,11 @@ class ForwardPasses:
 
     def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
         """Run the model on batch number `place`."""
-        return output_of(self._run(batch), f"run of batch {place + 1}", trained)
+        return self._output_of(self._run(batch), place, trained)
+
+    def _output_of(self, result: Any, place: int, trained: bool = True) -> Output:
+        """Return what `run` gave for batch number `place`, as every pass reads it."""
+        return output_of(result, f"run of batch {place + 1}", trained)
 
     def outputs(
         self,
@@ -223,7 +226,7 @@ class ForwardPasses:
             for number, name, result in self.blocks.outputs(
                 batches, variants, before, state=state, around_exact=around_exact
             ):
-                yield number, name, output_of(result, f"run of batch {before + number + 1}", trained=False)
+                yield number, name, self._output_of(result, before + number, trained=False)
             return
         for number, batch in enumerate(batches):
             with around_exact():

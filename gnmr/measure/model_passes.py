@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,20 +197,7 @@ class ModelPasses(ForwardPasses):
     ) -> Output:
         """Run a forward pass with the operators `low` and the part `low_part` in low precision."""
         with self._unplanned.running(low_part):
-            output = super().forward(batch, place, low=low, around=around)
-        return replace(output, sequence_dim=self._sequence_dim)
-
-    def outputs(
-        self,
-        batches: Sequence[Any],
-        variants: Mapping[str, Variant],
-        before: int = 0,
-        state: Path | None = None,
-        around_exact: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Iterator[tuple[int, str | None, Output]]:
-        """Yield (batch number, variant, output), see `ForwardPasses.outputs`."""
-        for number, name, output in super().outputs(batches, variants, before, state, around_exact):
-            yield number, name, replace(output, sequence_dim=self._sequence_dim)
+            return super().forward(batch, place, low=low, around=around)
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path, and find the positions that count."""
@@ -226,9 +212,9 @@ class ModelPasses(ForwardPasses):
         self.advance(1)
         return output
 
-    def _output(self, batch: Any, place: int, trained: bool = True) -> Output:
-        """Run the model on batch number `place`."""
-        output = super()._output(batch, place, trained)
+    def _output_of(self, result: Any, place: int, trained: bool = True) -> Output:
+        """Return what `run` gave, with its sequences; without logits that give no KL."""
+        output = replace(super()._output_of(result, place, trained), sequence_dim=self._sequence_dim)
         return replace(output, logits=None) if self._without_softmax and output.loss is not None else output
 
     def _run_counted(self, batch: Any, place: int) -> Output:
@@ -246,7 +232,6 @@ class ModelPasses(ForwardPasses):
             torch.manual_seed(place)
             output = self._output(batch, place)
         self._counts_by_gradient = output.loss is not None and output.targets is None
-        output = replace(output, sequence_dim=self._sequence_dim)
         if self._counts_by_gradient:
             with self._sequences.passing():
                 output = output.with_terms(results)
@@ -432,7 +417,7 @@ class ModelPasses(ForwardPasses):
         # Runs while the graph holds the head alone; the blocks follow one by one.
         def objective_of(result: Any) -> tuple[Tensor, Tensor | None]:
             nonlocal value, has_sequences
-            output = replace(output_of(result, where), sequence_dim=self._sequence_dim)
+            output = self._output_of(result, place)
             objective, by_sequence = self._objective_of(output, where)
             high.append(output.detached())
             value, has_sequences = objective.detach(), by_sequence is not None

@@ -7,39 +7,13 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from small_decoder import Decoder, token_ids
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import gnmr
-
-
-class DecoderBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up_proj, self.down_proj = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.down_proj(torch.tanh(self.up_proj(self.norm(hidden))))
-
-
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
-        self.layers = nn.ModuleList([DecoderBlock(), DecoderBlock(), DecoderBlock()])
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.head(hidden)
-
-
-def token_ids(seed: int) -> Tensor:
-    return torch.randint(0, 64, (3, 8), generator=torch.Generator().manual_seed(seed))
 
 
 def sharded_decoder() -> tuple[nn.Module, nn.Module]:

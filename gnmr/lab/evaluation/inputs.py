@@ -68,8 +68,11 @@ def examples_in_folder(subject: Subject, data: Path, length: int) -> Examples:
         raise UserError(f"data={data}: is a folder, and a {subject.kind.name} model reads a text: give data=FILE.txt")
     files = sorted(file for file in data.iterdir() if file.suffix.lower() in suffixes and file.is_file())
     texts = [_text_of(file) for file in files]
-    make = _sounds if subject.kind is SPEECH else _pictures
-    return Examples(len(files), lambda places: make(subject, *_at(places, files, texts), length))
+    if subject.kind is SPEECH:
+        extractor = _extractor(subject)
+        return Examples(len(files), lambda places: _sounds(subject, extractor, *_at(places, files, texts), length))
+    processor = open_processor(subject.name, "AutoProcessor")
+    return Examples(len(files), lambda places: _pictures(subject, processor, *_at(places, files, texts)))
 
 
 # ---- a text ----
@@ -172,8 +175,8 @@ def _for_decoder(tokens: Tensor, targets: Tensor, encoder_inputs: dict[str, Tens
 # ---- sound ----
 
 
-def _sounds(subject: Subject, files: Sequence[Path], texts: Sequence[str], length: int) -> Batch:
-    extractor, prefix = _extractor(subject), _prefix(subject, subject.text.around()[0])
+def _sounds(subject: Subject, extractor: Any, files: Sequence[Path], texts: Sequence[str], length: int) -> Batch:
+    prefix = _prefix(subject, subject.text.around()[0])
     heard = _heard(subject, extractor, [_sound(file, extractor.sampling_rate) for file in files])
     ids = [subject.text.plain(text, subject.name)[: length - len(prefix) + 1] for text in texts]
     longest = max(map(len, ids))
@@ -213,8 +216,7 @@ def _heard(subject: Subject, extractor: Any, sounds: Sequence[np.ndarray]) -> di
 # ---- pictures ----
 
 
-def _pictures(subject: Subject, files: Sequence[Path], texts: Sequence[str], _length: int) -> Batch:
-    processor = open_processor(subject.name, "AutoProcessor")
+def _pictures(subject: Subject, processor: Any, files: Sequence[Path], texts: Sequence[str]) -> Batch:
     pictures = [_picture(file) for file in files]
     prompts = [_prompt(subject, processor, text) for text in texts]
     with one_line(subject.name, problem="has a processor that cannot read the pictures"):
