@@ -6,8 +6,8 @@ The second form holds because p and q both add up to 1. All its terms are at lea
 of float32 logits, about 1e-6, therefore adds about 1e-12 nats, and a KL of 1e-6 can be read. Rounding inside the model
 matters more: in BF16 it alone makes a KL of about 1e-3 (`gnmr diagnose` measures it).
 
-A vocabulary may have 200,000 tokens, so all of it is computed for a few positions at a time: no further tensor of all
-positions times the vocabulary stands beside the logits and, in a backward pass, their gradient.
+A vocabulary may have 200,000 tokens. So everything here is computed for a few positions at a time. The only tensors of
+all positions times the vocabulary are the logits and, in a backward pass, their gradient.
 """
 
 from __future__ import annotations

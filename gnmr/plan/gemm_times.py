@@ -9,9 +9,8 @@ and wgrad K x M x N. Rows without one of the lines `Fprop Shapes:`, `Dgrad Shape
 fprop, and columns that are no time in ms are not read. A column is a precision of Transformer Engine or a recipe of
 ours. `benchmarks/gemm_times.py` writes the same form.
 
-The times become entries `RECIPE:GEMM:INPUTSxOUTPUTS` of `PathSpec.times`. They are relative, so that shapes that were
-not measured keep their 1 : 2 : 4 beside them: the unit is the one in which the measured times of the file take as long
-together as 1 : 2 : 4 says of them.
+The times become entries `RECIPE:GEMM:INPUTSxOUTPUTS` of `PathSpec.times`, which are relative. Shapes that were not
+measured have 1 : 2 : 4 by bits. So the measured times are scaled such that their sum is the one that 1 : 2 : 4 gives.
 """
 
 from __future__ import annotations
