@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnmr.conversion.linear import PathLinear
+from gnmr.conversion.unit_names import unit_of
 from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import RECIPES
 from gnmr.measure.kl import IGNORED
@@ -195,6 +196,48 @@ def _format(recipe: str) -> dict[str, Any]:
     return {"quant_cfg": [disabled, *quantizers], "algorithm": None, "effective_bits": float(bits)}
 
 
+class _ReusedBlocks:
+    """Computes logits, and takes the outputs of the blocks before the first quantized one from an earlier pass.
+
+    The mode `kl_div` runs the model without quantizers on a batch, and then with one operator quantized at a time, on
+    the same batch. What comes before this operator's block is the same in all these passes, to the last bit.
+    """
+
+    def __init__(self, run: Run, blocks: Sequence[nn.Module]) -> None:
+        """Replace `forward` of the blocks, which are in the order in which they run."""
+        self._run, self._blocks = run, blocks
+        self._batch: Any = None
+        """The batch of the last pass without quantizers, whose outputs of the blocks are kept."""
+        self._records = False
+        self._first = 0
+        """Index of the first block that runs."""
+        self._outputs: list[Any] = [None] * len(blocks)
+        for index, block in enumerate(blocks):
+            block.forward = partial(self._forward, index, block.forward)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        quantized = [any(map(_quantizes, block.modules())) for block in self._blocks]
+        self._records = not any(map(_quantizes, model.modules()))
+        if self._records:
+            self._batch = batch
+        in_blocks = batch is self._batch and any(quantized)
+        self._first = quantized.index(True) if in_blocks else 0
+        return self._run(model, batch)[0]
+
+    def _forward(self, index: int, forward: Callable[..., Any], *inputs: Any, **named_inputs: Any) -> Any:
+        if index < self._first:
+            return self._outputs[index]
+        output = forward(*inputs, **named_inputs)
+        if self._records:
+            self._outputs[index] = output
+        return output
+
+
+def _quantizes(module: nn.Module) -> bool:
+    """Return whether a module is a quantizer of ModelOpt that is on."""
+    return getattr(module, "is_enabled", False) is True
+
+
 class AutoQuantize:
     """ModelOpt's choice of recipes for any number of effective bits, from one pass of its scores."""
 
@@ -233,15 +276,20 @@ class AutoQuantize:
         searcher = {"gradient": "AutoQuantizeGradientSearcher", "kl_div": "AutoQuantizeKLDivSearcher"}[method]
         getattr(algorithms, searcher).quant_grouping_rules = []
         logits_alone = method == "kl_div"
+        quantized = copy.deepcopy(model)
+        blocks = dict.fromkeys(unit_of(path, "block") for path in self._name_of)
+        logits_of_batch = _ReusedBlocks(
+            run, [quantized.get_submodule(path) for path in blocks if path not in self._name_of]
+        )
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _, self._state = mtq.auto_quantize(
-                copy.deepcopy(model),
+                quantized,
                 constraints={"effective_bits": 16.0},
                 quantization_formats=[_format(recipe) for recipe in recipes if recipe != _EXACT],
                 data_loader=[*batches],
-                forward_step=lambda m, batch: run(m, batch)[0] if logits_alone else run(m, batch),
+                forward_step=logits_of_batch if logits_alone else run,
                 loss_func=None if logits_alone else lambda output, _: mean_loss(*output),
                 disabled_layers=other_layers,
                 num_calib_steps=1,
