@@ -5,10 +5,10 @@
     python benchmarks/rivals.py report benchmarks/results/rivals-smollm2
     python benchmarks/rivals.py check benchmarks/results/rivals-smollm2
 
-`run` appends rows to benchmarks/results/rivals-NAME.jsonl, first the plans and then their KLs. It goes on from there
-when it is started again. Half-finished measurements are in runs/rivals-NAME. `report` writes the record (.json), the
-rows (.parquet) and a figure (.svg). `check` fails if the record does not follow from the rows. The claims and their
-tests are in rivals_claims.md, and were written before the runs.
+`run` appends rows to benchmarks/results/rivals-NAME.jsonl, of each plan and its KL. It goes on from there when it is
+started again, also with more arms. Half-finished measurements are in runs/rivals-NAME. `report` writes the record
+(.json), the rows (.parquet) and a figure (.svg). `check` fails if the record does not follow from the rows. The claims
+and their tests are in rivals_claims.md, and were written before the runs.
 
 A budget is extra time of the GEMMs that a plan may move, relative to their time on the low path: fprop of every linear
 in the blocks, without the output head. 4, 8 and 16 bits take 1 : 2 : 4. Every arm is given the same budget and at most
@@ -335,7 +335,7 @@ class Rows:
 
 
 def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Make the plans that the file lacks, then measure the KLs that it lacks."""
+    """Make the plans that the file lacks, and measure each one's KL."""
     missing = {*asked.arms} & {*LIBRARY} and not (rival_scores.LIBRARIES / "modelopt").is_dir()
     if missing:
         parser.error("ModelOpt is not in .libraries: run make test-libraries, or leave its arms out of --arms")
@@ -345,42 +345,38 @@ def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     rows = Rows(asked.results / f"rivals-{asked.name}.jsonl")
     if unknown := [*({*asked.arms} - {*ARMS}), *({*asked.low} - {*RESCUES})]:
         parser.error(f"{unknown[0]}: is none of {', '.join((*ARMS, *RESCUES))}")
-    settings = {key: getattr(asked, key) for key in ("sequences", "length", "arms", "budgets", "low")}
-    settings = json.loads(json.dumps(settings))
+    settings = json.loads(json.dumps({key: getattr(asked, key) for key in ("sequences", "length", "budgets", "low")}))
     if rows.rows and rows.rows[0]["settings"] != settings:
         parser.error(f"{rows.file} has other settings, {rows.rows[0]['settings']}: use another NAME")
     measured = load(asked.checkpoint, asked.text, asked.sequences, asked.length)
     if not rows.rows:
         rows.append({"kind": "settings", "settings": settings, "subject": dict(measured.facts)} | header())
-    paths = {low: LowPath(measured, low, asked.state / f"rivals-{asked.name}") for low in asked.low}
-    if not rows.of("planned"):
-        for low, path in paths.items():
-            done = rows.of("plan", *Cell._fields)
-            for cell in (cell for cell in path.cells(asked.arms, asked.budgets) if tuple(cell) not in done):
-                pins = path.pins(cell)
-                extra = path.extra(pins)
-                rows.append({"kind": "plan", **cell._asdict(), "extra": extra, "key": key_of(pins), "pins": pins})
-                print(f"{low} {cell.arm} {cell.budget:.1%}: +{extra:.2%}, {len(pins)} operators", flush=True)
-        rows.append({"kind": "planned"})
     held_out = SequenceKls(measured, measured.held_out)
-    for plan in [row for row in rows.rows if row["kind"] == "plan"]:
-        if (plan["low"], plan["key"]) not in rows.of("kl", "low", "key"):
-            found = held_out.of(plan["low"], plan["pins"])
-            rows.append({"kind": "kl", "low": plan["low"], "key": plan["key"], **found})
-            kl = sum(found["kls"]) / len(found["kls"])
-            print(f"{plan['low']} {plan['arm']} {plan['budget']:.1%}: {kl:.4g} nats", flush=True)
+    for low in asked.low:
+        path = LowPath(measured, low, asked.state / f"rivals-{asked.name}")
+        plans = {tuple(row[key] for key in Cell._fields): row for row in rows.rows if row["kind"] == "plan"}
+        for cell in path.cells(asked.arms, asked.budgets):
+            if (plan := plans.get(cell)) is None:
+                pins = path.pins(cell)
+                plan = {"kind": "plan", **cell._asdict(), "extra": path.extra(pins), "key": key_of(pins), "pins": pins}
+                rows.append(plan)
+            what = f"{low} {cell.arm} {cell.budget:.1%}: +{plan['extra']:.2%}, {len(plan['pins'])} operators"
+            if (low, plan["key"]) not in rows.of("kl", "low", "key"):
+                kls = held_out.of(low, plan["pins"])
+                rows.append({"kind": "kl", "low": low, "key": plan["key"], **kls})
+                what += f", {sum(kls['kls']) / len(kls['kls']):.4g} nats"
+            print(what, flush=True)
+    rows.append({"kind": "complete", "arms": asked.arms})
 
 
 # ---- the record ----
 
 
 def record_of(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Return the table and the claims of rows, and the KLs by arm. Raises ValueError if a KL is missing."""
+    """Return the table and the claims of rows, and the KLs by arm. Raises ValueError if the run is incomplete."""
     kls, missing = rival_table.kls_of(rows)
-    if missing or kls.empty:
-        raise ValueError(
-            f"{len(missing) or 'all'} plans have no KL yet: {', '.join(missing[:3])} ...; start `run` again"
-        )
+    if missing or rows[-1]["kind"] != "complete":
+        raise ValueError("the run is incomplete; the same command as before continues it")
     table = rival_table.table(kls)
     nothing = {row.low: float(row.kls.mean()) for row in kls[kls.arm == rival_table.NOTHING].itertuples()}
     return {"nothing": nothing, "claims": rival_table.claims(kls, table), "rows": table}, kls
