@@ -74,7 +74,9 @@ def _of_positions(high: Tensor, low: Tensor) -> Tensor:
     near = float(apart.amax()) <= _FAR  # NaN is not
     if not near:
         apart.masked_fill_(log_q == log_p, 0.0)  # -Inf in both is a NaN before
-    terms = torch.expm1(apart).sub_(apart).mul_(log_p.exp())
+    p = log_p.exp()
+    terms = torch.expm1(apart).sub_(apart).mul_(p)
+    terms.masked_fill_((p == 0) & apart.isneginf(), 0.0)  # p underflows where q is 0: 0 * Inf
     if not near:
         terms = torch.where(apart > _FAR, log_q.exp_(), terms)  # exp(d) overflows above d = 88, and p may be 0
     return terms.sum(dim=1).double()

@@ -118,6 +118,8 @@ def test_tokens_that_are_masked_in_both_predictions_add_nothing() -> None:
     assert divergence(high.log_softmax(-1), low).tolist() == pytest.approx(each.tolist(), rel=1e-4)
     assert divergence(torch.zeros(1, 1, 2).log_softmax(-1), torch.tensor([[[0.0, -torch.inf]]])).item() == torch.inf
     assert divergence(torch.zeros(1, 1, 2).log_softmax(-1), torch.full((1, 1, 2), torch.nan)).isnan().all()
+    underflows, never = torch.tensor([[[0.0, -200.0]]]), torch.tensor([[[0.0, -torch.inf]]])
+    assert divergence(underflows, never).item() == 0
 
 
 def test_labels_are_drawn_from_the_predictions() -> None:
