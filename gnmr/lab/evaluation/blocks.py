@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gnmr.errors import UserError
+from gnmr.errors import UserError, plural
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents
 from gnmr.lab.data.corpora import utf8
@@ -90,7 +90,7 @@ def blocks_of(
     all_batches = [pool.batch(places) for places in order.split(blocks_per_batch)]
     empty = sum(batch.num_targets == 0 for batch in all_batches)
     if empty:
-        raise UserError(f"{where}: {empty} batches have no targets; use larger ones (batch_size)")
+        raise UserError(f"{where}: {plural(empty, 'batch')} without targets; use larger ones (batch_size)")
     all_batches = [batch.to(subject.device) for batch in all_batches]
     return TextBlocks(all_batches[:batches], all_batches[batches:], length, blocks_per_batch)
 
