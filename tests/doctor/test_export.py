@@ -308,6 +308,15 @@ def test_extra_time_is_that_of_what_the_plan_may_move_and_that_of_all_beside_it(
     assert "extra GEMM time 450.0% (75.0% of all GEMMs), of the plan 50.0%\n" in found.files["rl.yaml"]
 
 
+def test_times_of_a_users_hardware_do_not_say_which_recipe_has_more_bits() -> None:
+    """There, FP8 with a scale per tensor takes less time than MXFP8; both have 8 bits."""
+    names = [f"layers.0.self_attn.{x}_proj" for x in "qkv"]
+    pins = {names[0]: {"fprop": "fp8_hybrid"}, names[1]: {"fprop": "mxfp8"}}
+    plan = planned(pins, dict.fromkeys(names, (128, 128)), times={"fp8_hybrid": 1.5, "mxfp8": 2.0})
+    fused = export(plan, "megatron").plan.pins
+    assert {fused[name]["fprop"] for name in names} == {"bf16"}
+
+
 def test_fused_operators_get_one_recipe_and_the_plan_says_what_that_costs() -> None:
     shapes = {f"layers.{i}.mlp.{x}_proj": (32, 32) for i in range(3) for x in ("gate", "up", "down")}
     names = list(shapes)

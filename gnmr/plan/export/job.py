@@ -156,7 +156,10 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     recipes, low = _recipes(plan), (plan.low,) * len(GEMMS)
     sixteen = tuple("bf16" if gemm in target.gemms else plan.low for gemm in GEMMS)
     by_name = {recipe.name: recipe for recipe in (*plan.named_recipes(), RECIPES["bf16"])}
-    times = {gemm: {name: gemm_time(x, gemm, plan.times, by_name) for name, x in by_name.items()} for gemm in GEMMS}
+    times, times_by_bits = (
+        {gemm: {name: gemm_time(x, gemm, given, by_name) for name, x in by_name.items()} for gemm in GEMMS}
+        for given in (plan.times, None)
+    )
 
     @cache
     def able(shapes: frozenset[tuple[int, int]]) -> list[Mix]:
@@ -172,10 +175,11 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     def cheapest(wanted: frozenset[Mix], shapes: frozenset[tuple[int, int]]) -> Mix:
         """Return the cheapest set in which no GEMM has lower precision than in any wanted set."""
 
-        # A recipe may take the place of a wanted one if it is exact or slower: more time means more bits.
+        # A recipe may take the place of a wanted one if it is exact or has more bits, which the times of a user's
+        # hardware do not say.
         def serves(gemm: str, name: str, wanted_name: str) -> bool:
-            slower = times[gemm][name] > times[gemm][wanted_name]
-            return name == wanted_name or not recipes[name][gemm] or slower
+            more_bits = times_by_bits[gemm][name] > times_by_bits[gemm][wanted_name]
+            return name == wanted_name or not recipes[name][gemm] or more_bits
 
         def time(mix: Mix) -> float:
             return sum(times[gemm][name] for gemm, name in target.configured(mix).items())
