@@ -257,9 +257,10 @@ class Diagnosis:
         """
         forward = [row for row in self.rows if row.gemm == "fprop"]
         values: dict[str, list[float | None]] = {}
-        if self.estimate != "measured":  # else every price is a KL, and there is no estimate
-            # A KL that was measured alone takes the place of both estimates in nats.
+        # The estimate that is not in use. A KL that was measured alone takes the place of either in nats.
+        if self.estimate == "sequence":
             values["token"] = [row.by_token if row.measured is None else row.measured for row in forward]
+        elif self.estimate == "token":
             values["sequence"] = [row.by_sequence if row.measured is None else row.measured for row in forward]
         values["elements"] = [self.scores.get("elements", {}).get(row.operator) for row in forward]
         norms, errors = (self.scores.get(key, {}) for key in ("gradient norm", "mse"))
