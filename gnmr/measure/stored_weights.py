@@ -119,6 +119,64 @@ class StoredWeights:
             return values.clone()
 
 
+class NotInFiles(ValueError):
+    """A tensor of a model is in no file of its checkpoint under a name of its own."""
+
+
+Replaced = list[tuple[nn.Module, str, Tensor]]
+"""(module, name in it, tensor that stood there before) of tensors that got other values."""
+
+
+def fill_around_blocks(
+    model: nn.Module, weights: StoredWeights, device: torch.device, as_stored: bool = False
+) -> Replaced:
+    """Give a model on the meta device the weights around its blocks.
+
+    Args:
+        model: the model. The caller reads the tensors of its blocks when they are needed.
+        weights: reads its checkpoint.
+        device: where the weights will be.
+        as_stored: keep the dtype of the files, and not that of the model's parameters.
+
+    Returns:
+        The tensors on the meta device that were replaced.
+
+    Raises:
+        NotInFiles: a tensor of the model, in a block or not, is in no file.
+        UserError: a file cannot be read, or is of another model.
+    """
+    blocks = f"{named_blocks(model)[0]}."
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    # Modules that share a tensor appear once each, because each has to be given the values.
+    absent = [
+        (module, key, tensor, f"{path}.{key}".lstrip("."))
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if tensor.is_meta
+    ]
+    # A tied tensor may be in the files under only one of its names.
+    names: dict[int, str] = {}
+    for _, _, tensor, name in absent:
+        readable = next((candidate for candidate in (name, tied.get(name, name)) if candidate in weights), None)
+        if readable is not None:
+            names.setdefault(id(tensor), readable)
+    if missing := next((item for item in absent if id(item[2]) not in names), None):
+        remedy = "; make the model with its buffers (accelerate.init_empty_weights does)"
+        raise NotInFiles(f"has no {missing[3]} in its files{'' if isinstance(missing[2], nn.Parameter) else remedy}")
+    around = [(module, key, tensor) for module, key, tensor, name in absent if not name.startswith(blocks)]
+    values_of: dict[str, Tensor] = {}
+    for _, _, tensor in around:
+        if (readable := names[id(tensor)]) not in values_of:
+            values = weights.read(readable).to(device)
+            if not as_stored:
+                values = values.to(tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            values_of[readable] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    for module, key, tensor in around:
+        setattr(module, key, values_of[names[id(tensor)]])
+    return around
+
+
 @contextmanager
 def weights_in(folder: str | PathLike[str], model: nn.Module) -> Iterator[Callable[[str], Tensor]]:
     """Give a model on the meta device the weights around its blocks, and take them away afterwards.
@@ -137,45 +195,16 @@ def weights_in(folder: str | PathLike[str], model: nn.Module) -> Iterator[Callab
         ValueError: a tensor of the model is in no file, or the model has its weights.
         UserError: the files cannot be read, or are of another model.
     """
-    weights, blocks = StoredWeights(Path(folder).expanduser(), model), f"{named_blocks(model)[0]}."
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    device = next((t.device for t in (*model.parameters(), *model.buffers()) if not t.is_meta), torch.device("cpu"))
-    replaced: list[tuple[nn.Module, str, Tensor]] = []
-    values_of: dict[str, Tensor] = {}
-    """Values by the name in the files under which several modules may share them."""
-    names: dict[int, str] = {}
-    """The readable name of each tensor that has one."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    # Modules that share a tensor appear once each, because each has to be given the values.
-    absent = [
-        (module, key, tensor, f"{path}.{key}".lstrip("."))
-        for path, module in modules.items()
-        for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        if tensor.is_meta
-    ]
-    # A tied tensor may be in the files under only one of its names.
+    weights = StoredWeights(Path(folder).expanduser(), model)
+    tensors = [*model.parameters(), *model.buffers()]
     right = "is for a model on the meta device, and this one has its weights; leave it out"
-    require(absent, "weights", folder, right)
-    for _, _, tensor, name in absent:
-        readable = next((candidate for candidate in (name, tied.get(name, name)) if candidate in weights), None)
-        if readable is not None:
-            names.setdefault(id(tensor), readable)
+    require(any(tensor.is_meta for tensor in tensors), "weights", folder, right)
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
     try:
-        for module, key, tensor, name in absent:
-            right = f"has no {name} in its files, and the model has it on the meta device"
-            if not isinstance(tensor, nn.Parameter):
-                right += "; make the model with its buffers (accelerate.init_empty_weights does)"
-            require(id(tensor) in names, "weights", folder, right)
-            # Tensors of blocks are read by the caller when they are needed.
-            if name.startswith(blocks):
-                continue
-            readable = names[id(tensor)]
-            if readable not in values_of:
-                values = weights.read(readable).to(device, tensor.dtype)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                values_of[readable] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-            replaced.append((module, key, tensor))
-            setattr(module, key, values_of[readable])
+        replaced = fill_around_blocks(model, weights, device)
+    except NotInFiles as error:
+        raise ValueError(f"weights={folder}: {error}") from error
+    try:
         yield weights.read
     finally:
         for module, key, tensor in replaced:

@@ -172,7 +172,7 @@ def test_a_tensor_that_is_missing_in_the_files_is_named(tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"have no model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(UserError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight"):
         open_stored(str(tmp_path), torch.float32, torch.device("cpu"))
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gnmr.errors import UserError
 from gnmr.lab.models.pretrained import local, need, open_config, quiet
-from gnmr.measure.blocks import named_blocks, set_tensor
-from gnmr.measure.stored_weights import StoredWeights
+from gnmr.measure.stored_weights import NotInFiles, StoredWeights, fill_around_blocks
 
 
 class NotReadByBlocks(UserError):
@@ -21,8 +19,8 @@ class NotReadByBlocks(UserError):
 def open_stored(checkpoint: str, dtype: torch.dtype | None, device: torch.device) -> tuple[nn.Module, StoredWeights]:
     """Return a model without the weights of its blocks, and what reads them.
 
-    The parameters of the blocks are on the meta device; all others have their values on `device`, in `dtype` or
-    in that of the files (None).
+    The parameters of the blocks are on the meta device; all others have their values on `device`, in float32 or in the
+    dtype of the files (None).
 
     Raises:
         UserError: the checkpoint cannot be loaded.
@@ -43,21 +41,14 @@ def open_stored(checkpoint: str, dtype: torch.dtype | None, device: torch.device
             model.config.dtype = stored_dtype
         weights = StoredWeights(local(checkpoint, checkpoint), model)
     model.config.use_cache = False
-    blocks = f"{named_blocks(model)[0]}."
-    kept = model.state_dict()
-    tensors: Mapping[str, Tensor] = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name in kept
-    }
-    for name, tensor in tensors.items():
-        if name in model.all_tied_weights_keys:
-            continue
-        if name not in weights:
-            raise NotReadByBlocks(
-                f"{checkpoint}: its files have no {name} of its own, so its blocks cannot be read one by one"
-            )
-        if isinstance(tensor, nn.Parameter) and name.startswith(blocks):
-            continue
-        path, _, key = name.rpartition(".")
-        set_tensor(model.get_submodule(path), key, weights.read(name), dtype, device)
-    model.tie_weights()
+    # Buffers that the files have are read like parameters; all others keep what was computed.
+    in_files = model.state_dict()
+    for path, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if f"{path}.{key}".lstrip(".") in in_files:
+                setattr(module, key, buffer.to("meta"))
+    try:
+        fill_around_blocks(model, weights, device, as_stored=dtype is None)
+    except NotInFiles as error:
+        raise NotReadByBlocks(f"{checkpoint}: {error}, so its blocks cannot be read one by one") from error
     return model.eval(), weights
