@@ -31,9 +31,9 @@ from gnmr.conversion.reads import is_sharded
 from gnmr.conversion.shared import SharedState
 from gnmr.conversion.targets import KEPT
 from gnmr.conversion.unit_names import of_any_expert, operator_names, unit_of
-from gnmr.errors import first_few, plural
+from gnmr.errors import first_few, plural, warn
 from gnmr.formats import RECIPES, Recipe
-from gnmr.measure.absent_weights import refuse_other_batches, with_weights
+from gnmr.measure.absent_weights import is_offloaded, refuse_other_batches, with_weights
 from gnmr.measure.coverage import MUCH, Coverage, Product, count, percent
 from gnmr.measure.guards import (
     as_it_was,
@@ -266,6 +266,9 @@ def _observe(
 
     converted = [operator.module for operator in operators if isinstance(operator.module, PathLinear)]
     # The graph would keep offloaded weights anyway, so all of them are in memory for both passes.
+    if any(map(is_offloaded, model.modules())):
+        size = sum(p.numel() * p.element_size() for p in model.parameters() if p.is_meta)
+        warn(f"audit: holds all offloaded weights in memory while it runs ({size / 1e9:,.2g} GB)")
     with as_it_was(model), with_weights(model), _without_side_effects(converted), watching(operators, report) as watch:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # Both forward passes draw the same numbers, so that they run the same products.
