@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.errors import first_few, plural, printable
 from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
+from gnmr.pages import render
 from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out, plan_label, token_line
 from gnmr.plan.gemm_times import without_times
 
@@ -237,17 +237,16 @@ def page(diagnosis: Diagnosis, title: str, origin: Mapping[str, Any], plan: str 
         origin: where its numbers come from, as in diagnosis.json.
         plan: the text of plan.json, if it should be on the page.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    for function in (format_nats, short, half_width, with_half, cell_text, loss, tokens, printable):
-        environment.filters[function.__name__] = function
     choices = choice_rows(diagnosis)
-    return environment.get_template("page.html.j2").render(
+    return render(
+        "page.html.j2",
+        Path(__file__).parent,
+        (format_nats, short, half_width, with_half, cell_text, loss, tokens),
+        command="diagnose",
         diagnosis=diagnosis,
         view=View(diagnosis),
         paths=paths_name(diagnosis),
-        title=printable(title),
+        title=title,
         choices=choices,
         budgets=budget_rows(diagnosis, choices) if choices else None,
         time_name=time_name(diagnosis),
@@ -257,7 +256,7 @@ def page(diagnosis: Diagnosis, title: str, origin: Mapping[str, Any], plan: str 
         totals=totals(diagnosis),
         plan_text=plan,
         card=_card(diagnosis, origin),
-        command=origin.get("command") or "gnmr.diagnose",
+        origin=origin.get("command") or "gnmr.diagnose",
     )
 
 

@@ -124,8 +124,8 @@ def test_two_sides_have_a_gate() -> None:
     found = diagnosis(against=True, gate=0.003, total=0.004)
     html = page(found, "", {})
     assert found.verdict().startswith("the gate does not hold") and unescape(html).count(found.verdict()) == 1
-    assert "<div>gate</div>" in html and "same on both sides" in html
-    assert "<div>gate</div>" not in page(diagnosis(), "", {})
+    assert '<p class="what">gate</p>' in html and "same on both sides" in html
+    assert '<p class="what">gate</p>' not in page(diagnosis(), "", {})
 
 
 def test_without_logits_it_speaks_of_the_loss() -> None:

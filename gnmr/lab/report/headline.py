@@ -14,6 +14,7 @@ from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Bounds, Comparison
 from gnmr.lab.report.layout import interval_text, percent, relative, size, whole_percent
 from gnmr.lab.report.statistics import BETTER, EQUAL, FEWEST, LEVEL, NO_DIFFERENCE, WORSE, Result, p_text, paired
+from gnmr.pages import Figure
 
 _MOST_NAMED = 4  # arms that the sentence names one by one
 _AGAINST = {
@@ -22,14 +23,6 @@ _AGAINST = {
     EQUAL: "equal to",
     NO_DIFFERENCE: "not significantly different from",
 }
-
-
-class Figure(NamedTuple):
-    """A number, its name, and its reference."""
-
-    label: str
-    value: str
-    detail: str
 
 
 class Headline(NamedTuple):
@@ -172,7 +165,7 @@ def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure | None:
     if saved is not None and saved_low is not None:
         extra_bytes, source = saved - saved_low, "measured"
     else:
-        extra_bytes, source = arm.mean("spent_extra_bytes") or 0, "predicted (Eq. 5)"
+        extra_bytes, source = arm.mean("spent_extra_bytes") or 0, "predicted"
     if extra_bytes > 0:
         details.append(f"{size(extra_bytes)} more saved for backward, {source}")
     if (sent := arm.mean("numbers_sent_frac")) is not None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.errors import plural
 from gnmr.lab.report.comparisons import Comparison
@@ -21,6 +20,7 @@ from gnmr.lab.report.layout import count, counted
 from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.table import arm_tables, run_table
 from gnmr.lab.report.units import bin_width, unit_map
+from gnmr.pages import render
 from gnmr.records.find import changed
 from gnmr.records.schema import OWN
 
@@ -41,10 +41,6 @@ def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Pa
         runs: all runs, for the table of runs.
         root: the folders of runs are shown relative to it.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     texts, data, room = list[Tree](), list[Tree](), MAP_CHARACTERS
     for comparison in comparisons:
         # All comparisons share the characters that the page has for maps.
@@ -64,7 +60,11 @@ def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Pa
         )
         tokens = count(comparison.kind.tokens_per_step)
         data.append({"arms": arms, "loss": _losses(comparison), "best": lead.arm, "tokens": tokens, "maps": maps})
-    return environment.get_template("page.html.j2").render(
+    return render(
+        "page.html.j2",
+        Path(__file__).parent,
+        command="report",
+        title="gnmr report",
         comparisons=texts,
         data=data,
         runs=run_table(runs, root),

@@ -40,9 +40,10 @@ function toggle(labels, chosen, act) {
 function originOf({ seeds, commits, machines, commands }) {
   return el("div", { class: "origin" }, `seed${seeds.length > 1 ? "s" : ""} ${seeds.join(", ")} · commit ${commits.join(", ")} · ${machines.join("; ")} · `, el("code", {}, commands.join("\n")));
 }
+const words = (name, cell) => cell.length > 60 ? "text long" : ["to blame", "units", "cause", "ended by"].includes(name) ? "text" : null;
 function tableOf(title, columns, rows) {
-  return el("div", {}, el("h3", {}, title), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...columns.map(name => el("th", {}, name)))),
-    el("tbody", {}, ...rows.map(row => el("tr", {}, ...row.map(cell => el("td", {}, cell))))))));
+  return el("div", {}, el("h3", {}, title), el("div", { class: "scroll" }, el("table", { class: "cards" }, el("thead", {}, el("tr", {}, ...columns.map(name => el("th", { class: words(name, "") }, name)))),
+    el("tbody", {}, ...rows.map(row => el("tr", {}, ...row.map((cell, place) => el("td", { "data-name": columns[place], class: words(columns[place], cell) }, cell))))))));
 }
 function tip(event, title, pairs) {
   const box = $("tip");
@@ -86,7 +87,7 @@ function logTicks(low, high) {
 let clips = 0;
 /** An empty plot with its axis of steps. A drag zooms (`zoomed` gets the range), a double click zooms out. `over` and `click` get step, height (0 at the top, 1 at
     the bottom) and the event. */
-function frame(host, { height, left = narrow() ? 46 : 62, top = 8, steps, whole: all, title = "", zoomed, over, click }) {
+function frame(host, { height, left = narrow() ? 56 : 62, top = 8, steps, whole: all, title = "", zoomed, over, click }) {
   const bottom = title === null ? 8 : title ? 42 : 24, width = Math.max(host.clientWidth, 200), w = width - left - 20, h = height - top - bottom, [first, last] = steps;
   const px = step => left + w * (step - first) / (last - first || 1), id = `clip${++clips}`;
   const inside = svg("g", { "clip-path": `url(#${id})` }), below = svg("g"), above = svg("g");
@@ -117,8 +118,8 @@ function frame(host, { height, left = narrow() ? 46 : 62, top = 8, steps, whole:
   return { root, below, inside, above, px, left, top, w, h };
 }
 const known = values => values.filter(y => y !== null && Number.isFinite(y));
-/** Lines over steps; `marks` are levels across, `bands` ranges of steps. */
-function chart(host, { lines, range, log = false, yTitle, heading, marks = [], bands = [], frames = [], named = false, ...rest }) {
+/** Lines over steps; `marks` are levels across, `bands` ranges of steps. `legend` has texts and their colours, above the plot, where no line runs through them. */
+function chart(host, { lines, range, log = false, yTitle, heading, marks = [], bands = [], frames = [], legend = [], ...rest }) {
   const every = lines.flatMap(line => known(line.y)).concat(marks.map(mark => mark.y)), scale = y => log ? Math.log10(y) : y;
   let [low, high] = (range ?? [Math.min(...every), Math.max(...every)]).map(scale);
   if (!range) { const room = .06 * (high - low) || .05 * Math.abs(high) || .1; low -= room; high += room; }
@@ -134,7 +135,7 @@ function chart(host, { lines, range, log = false, yTitle, heading, marks = [], b
     for (const [key, value] of [["cx", plot.px(best.x)], ["cy", py(best.y)], ["fill", best.line.colour]]) spot.setAttribute(key, value);
     tip(event, best.line.name, [["step", figures(best.x)], [best.line.what ?? yTitle, figures(best.y)]]);
   };
-  const plot = frame(host, { ...rest, top: heading ? 26 : 8, over: nearest }), { below, inside, above, px, left, top, w, h } = plot, py = y => top + h * (high - scale(y)) / (high - low);
+  const plot = frame(host, { ...rest, top: heading || legend.length ? 26 : 8, over: nearest }), { below, inside, above, px, left, top, w, h } = plot, py = y => top + h * (high - scale(y)) / (high - low);
   const spot = svg("circle", { r: 0 });
   for (const at of log ? logTicks(low, high) : ticks(low, high, h < 150 ? 3 : 6)) {
     const y = top + h * (high - at) / (high - low);
@@ -145,19 +146,18 @@ function chart(host, { lines, range, log = false, yTitle, heading, marks = [], b
   if (heading) above.append(svg("text", { x: left, y: 16, "font-weight": 650 }, heading));
   for (const [from, to] of bands) below.append(svg("rect", { x: px(Math.max(from, rest.steps[0])), width: Math.max(0, px(Math.min(to, rest.steps[1])) - px(Math.max(from, rest.steps[0]))), y: top, height: h, fill: "var(--band)" }));
   for (const [from, to] of frames) inside.append(svg("rect", { x: px(from), width: px(to) - px(from), y: top, height: h, fill: "none", stroke: "var(--ink)", "stroke-width": 1.4 }));
-  for (const { y, colour = "var(--axis)", text, from = -Infinity, to = Infinity, dash = "5 4" } of marks) {
+  for (const { y, colour = "var(--axis)", from = -Infinity, to = Infinity, dash = "5 4" } of marks) {
     inside.append(svg("line", { x1: px(Math.max(from, rest.steps[0])), x2: px(Math.min(to, rest.steps[1])), y1: py(y), y2: py(y), style: `stroke:${colour};stroke-width:1.3`, "stroke-dasharray": dash }));
-    if (text) inside.append(svg("text", { x: left + w - 2, y: py(y) - 4, "text-anchor": "end", "font-size": 10, fill: colour }, text));
   }
   for (const { x, y, colour, width = 1.3, dash = "", opacity = 1, points, name, cross } of lines) {
     let d = "", pen = "M";
-    x.forEach((step, place) => { const value = y[place]; if (value === null || !Number.isFinite(value) || log && value <= 0) { pen = "M"; return; } d += `${pen}${px(step).toFixed(1)},${py(value).toFixed(1)}`; pen = "L"; });
+    if (!points || x.length > 2) x.forEach((step, place) => { const value = y[place]; if (value === null || !Number.isFinite(value) || log && value <= 0) { pen = "M"; return; } d += `${pen}${px(step).toFixed(1)},${py(value).toFixed(1)}`; pen = "L"; });
     inside.append(svg("path", { d, "data-name": name, style: `stroke:${colour};stroke-width:${width};opacity:${opacity}`, "stroke-dasharray": dash, "stroke-linejoin": "round" }));
     const last = y.findLastIndex(value => value !== null);
     if (cross && last >= 0) inside.append(svg("path", { d: `M${px(x[last]) - 4},${py(y[last]) - 4}l8,8m0,-8l-8,8`, style: `stroke:${colour};stroke-width:1.8` }));
-    if (points) x.forEach((step, place) => { if (y[place] !== null) inside.append(svg("circle", { cx: px(step), cy: py(y[place]), r: 2.6, fill: colour })); });
+    if (points) x.forEach((step, place) => { if (y[place] !== null) inside.append(svg("circle", { cx: px(step), cy: py(y[place]), r: x.length > 2 ? 2.6 : 4, fill: colour })); });
   }
-  if (named) above.append(svg("text", { x: left + w, y: top + 10, "text-anchor": "end", "font-size": 11 }, ...lines.map(({ name, colour }) => svg("tspan", { fill: colour, dx: 12 }, name))));
+  if (legend.length) above.append(svg("text", { x: left + w, y: 16, "text-anchor": "end", "font-size": 11 }, ...legend.map(([text, colour]) => svg("tspan", { fill: colour, dx: 12 }, text))));
   above.append(spot);
 }
 
@@ -167,7 +167,7 @@ let current = 0, relativeChosen = null, hidden = new Set(), zooms = {};
 function drawLoss() {
   const { arms, loss, tokens } = DATA[current], covered = new Set(loss.relative.map(line => line.arm)).size;
   const relative = Boolean(covered) && (relativeChosen ?? 2 * covered + 1 >= arms.length), every = relative ? loss.relative : loss.plain;
-  const names = ["train", "val"].filter(name => every.some(line => line.of === name && known(line.y).length)), many = arms.length > MANY;
+  const names = ["train", "val"].filter(name => every.some(line => line.of === name && known(line.y).length > (name === "val"))), many = arms.length > MANY;
   $("loss").hidden = !names.length;
   if (!names.length) return;
   $("loss-controls").replaceChildren(...covered ? [toggle([`minus ${loss.to}`, "as it is"], relative ? 0 : 1, place => { relativeChosen = !place; zooms = {}; drawLoss(); })] : []);
@@ -185,7 +185,7 @@ function drawLoss() {
   names.forEach((name, number) => {
     const mine = every.filter(line => line.of === name), shown = mine.filter(line => !hidden.has(line.arm));
     const means = mine.filter(line => line.seeds || !mine.some(other => other.arm === line.arm && other.seeds)), last = Math.max(...mine.flatMap(line => line.x)), first = Math.min(...mine.flatMap(line => line.x));
-    const all = first < last ? [first, last] : [first - .5, last + .5];
+    const room = name === "val" && mine.every(line => line.x.length < 3) ? .05 * (last - first) : 0, all = first < last ? [first - room, last + room] : [first - .5, last + .5];
     chart(hosts[number], { height: narrow() ? 280 : 370, steps: zooms[name] ?? all, whole: all, range: relative ? around(means) : under(mine), title: `step${tokens === "-" ? "" : ` (${tokens} tokens each)`}`,
       heading: name === "val" ? "Validation loss" : `Training loss${loss.width > 1 ? `, mean of ${loss.width} steps` : ""}`, yTitle: relative ? "difference [nats per token]" : "cross-entropy [nats per token]",
       marks: relative ? [{ y: 0, dash: "" }] : [], zoomed: steps => { zooms[name] = steps; drawLoss(); },
@@ -204,7 +204,7 @@ function drawLoss() {
 const sorted = lines => known(lines.flatMap(line => line.y)).sort((a, b) => a - b), at = (values, share) => values[Math.round(share * (values.length - 1))];
 /** A range around 0 that a few steps at the start, or a run that diverged, do not stretch. */
 function around(lines) {
-  const values = sorted(lines), low = Math.min(0, at(values, .01)), high = Math.max(0, at(values, .97)), room = .12 * (high - low) || .01;
+  const values = sorted(lines), most = Math.max(0, at(values, .97)), low = Math.min(0, at(values, .01)), high = values.at(-1) > 2 * most ? most : Math.max(0, values.at(-1)), room = .12 * (high - low) || .01;
   return [low - room, high + room];
 }
 /** Up to the highest first value, or a last one within half above it: a run that diverged leaves the plot. */
@@ -244,12 +244,12 @@ async function opened(map) {
   return map.open;
 }
 const stepsOf = (m, bin) => [bin * m.width + 1, Math.min((bin + 1) * m.width, m.last)];
-const briefly = name => narrow() ? name.replace(/^(model\.)?layers\./, "").replace(/\.(self_attn|attn|mlp)\./, ".").replace(/_proj$/, "").slice(0, 14) : name;
+const briefly = name => narrow() ? name.replace(/^(model\.)?layers\./, "").replace(/\.(self_attn|attn|mlp)\./, ".").replace(/_proj$/, "").slice(0, 11) : name;
 let shown = null, order = [], byCost = true, steps = null, openUnitNumber = null;
 
-/** A picture of six rows per unit: its risk, and in the lower two rows its time on the recovery path. */
+/** A picture of eight rows per unit: its risk, in two of them its time on the recovery path, and one that is blank, so that a strip belongs to one unit. */
 function picture(m) {
-  const canvas = el("canvas", { width: m.bins, height: 6 * order.length }), context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
+  const canvas = el("canvas", { width: m.bins, height: 8 * order.length }), context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
   const rgb = name => css(name).match(/\w\w/g).map(part => parseInt(part, 16)), ramp = [0, 1, 2, 3, 4, 5].map(place => rgb(`--r${place}`)), recovery = rgb("--recovery"), unseen = rgb("--unseen");
   const colourOf = value => {
     if (Number.isNaN(value)) return [...unseen, 255];
@@ -261,7 +261,7 @@ function picture(m) {
     for (let bin = 0; bin < m.bins; bin++) {
       const cell = unit * m.bins + bin, colour = colourOf(m.values.risk[cell]), share = m.active[cell] / (m.recorded[bin] || 1), mix = .45 + .55 * share;
       const blue = recovery.map((one, channel) => colour[3] ? one * mix + colour[channel] * (1 - mix) : one);
-      for (let line = 0; line < 6; line++) image.data.set(share && line > 3 ? [...blue, colour[3] ? 255 : 255 * mix] : colour, 4 * ((6 * row + line) * m.bins + bin));
+      for (let line = 0; line < 7; line++) image.data.set(share && line > 4 ? [...blue, colour[3] ? 255 : 255 * mix] : colour, 4 * ((8 * row + line) * m.bins + bin));
     }
   });
   context.putImageData(image, 0, 0);
@@ -293,8 +293,8 @@ function drawMap(m) {
   for (const one of m.faults.slice(0, 1000)) plot.inside.append(svg("rect", { class: "fault", x: plot.px(one.start - .5), width: plot.px(one.end + .5) - plot.px(one.start - .5), y: py(order.indexOf(one.unit)), height: plot.h / units, fill: "none", stroke: "var(--ink)", "stroke-width": 1.6 }));
   for (const [step] of m.verdicts) plot.inside.append(svg("line", { class: "spike", x1: plot.px(step), x2: plot.px(step), y1: plot.top, y2: plot.top + plot.h, style: "stroke:var(--ink);stroke-width:1.2", "stroke-dasharray": "2 3" }));
   const apart = Math.max(1, Math.ceil(units / (narrow() ? 40 : 60)));
-  order.forEach((unit, row) => { if (row % apart === 0) plot.above.append(svg("text", { class: "unit-name", x: left - 7, y: py(row + .5) + 3.5, "text-anchor": "end", "font-size": narrow() ? 9 : 10.5 }, briefly(m.units[unit]))); });
-  $("map-lead").textContent = `Every unit by step. A cell is blank below the ${m.limit_name}; the strip below a row is its time on the recovery path. ` +
+  order.forEach((unit, row) => { if (row % apart === 0) plot.above.append(svg("text", { class: "unit-name", x: left - 7, y: py(row + .5) + 3.5, "text-anchor": "end", "font-size": narrow() ? 10 : 10.5 }, briefly(m.units[unit]))); });
+  $("map-lead").textContent = `Every unit by step. A cell is blank below the ${m.limit_name}; the blue strip in a row is its time on the recovery path. ` +
     (byCost ? `The units with the highest mean ${m.cost_name} come first. ` : "") + "Hover over a cell for its values; click a row to open its unit.";
   $("map-order").replaceChildren(toggle([`by ${m.cost_name}`, "by place"], byCost ? 0 : 1, place => { byCost = !place; drawMap(m); }));
   $("risk-key").textContent = `risk: blank below the ${m.limit_name}, orange to red above it, strongest at 4x or more`;
@@ -329,18 +329,19 @@ function drawUnit(m, unit) {
   panel.replaceChildren(el("div", { class: "controls" }, el("h3", {}, m.units[unit]), el("label", {}, "unit ", other),
       el("button", { class: "close", "aria-label": "close", onclick: () => { history.replaceState(null, "", "#units"); close(); } }, "×")),
     el("p", { class: "lead" }, `${m.label}. On the recovery path in ${percent(share)} of the recorded steps, ${whole(promotions.length)} promotion${promotions.length === 1 ? "" : "s"}; highest risk ${figures(risk[peak])} ` +
-      `at step ${whole(x[peak])}. Shaded: on the recovery path.${m.width > 1 ? ` A point is the step of highest risk in ${m.width} steps.` : ""}`), el("div", { id: "unit-plot" }, ...hosts), originOf(m.origin));
+      `at step ${whole(x[peak])}. Shaded: on the recovery path.${m.width > 1 ? ` A point is the step of highest risk in ${m.width} steps.` : ""}`), el("div", { id: "unit-plot" }, ...hosts));
   if (promotions.length) panel.append(tableOf(promotions.length > 1000 ? `Promotions, the first 1,000 of ${whole(promotions.length)}` : "Promotions", ["decided after step", "in force", "cause", "risk", "ended by"], promotions.slice(0, 1000).map(([, step, end, cause, by, value]) =>
     [whole(step), `${whole(cause === "retry" ? step : step + 1)}–${by ? whole(end) : "the end"}`, cause, figures(value), by ?? "-"])));  // a step that is tried again is itself in force
   panel.hidden = false;
   const bands = active.map((one, bin) => one ? [stepsOf(m, bin)[0] - .5, stepsOf(m, bin)[1] + .5] : null).filter(Boolean), frames = m.faults.filter(fault => fault.unit === unit).map(fault => [fault.start - .5, fault.end + .5]);
   tracks.forEach(([title, names], track) => {
     const lines = names.map((name, place) => ({ x, y: row(m.values[name]).map(value => Number.isFinite(value) ? value : null), name, what: "value", colour: title === "risk" ? "var(--sign)" : track ? `var(--c${place % 7})` : "var(--ink)" }));
-    const marks = names.flatMap((name, place) => (m.thresholds[name] ?? []).map(([from, y], stage, every) => ({ from: from - .5, to: every[stage + 1]?.[0] - .5 || Infinity, y, colour: lines[place].colour, text: stage ? "" : `threshold of ${name}` })));
-    if (title === "risk") marks.push({ y: m.limit, text: m.limit_name });
+    const levels = name => m.thresholds[name] ?? [], marks = names.flatMap((name, place) => levels(name).map(([from, y], stage, every) => ({ from: from - .5, to: every[stage + 1]?.[0] - .5 || Infinity, y, colour: lines[place].colour })));
+    const legend = lines.filter(({ name }) => names.length > 1 || levels(name).length).map(({ name, colour }) => [levels(name).length ? `${name} (threshold ${levels(name).map(([, y]) => figures(y)).join(", then ")})` : name, colour]);
+    if (title === "risk") { marks.push({ y: m.limit }); legend.push([`dashed: ${m.limit_name}`, "var(--faint)"]); }
     const values = lines.flatMap(line => known(line.y)), low = Math.min(...values);
     if (!values.length) return;
-    chart(hosts[track], { height: track === tracks.length - 1 ? 190 : 150, lines, marks, bands, frames, named: names.length > 1, log: low > 0, yTitle: title, steps, whole: [.5, m.last + .5], title: track === tracks.length - 1 ? "step" : "", zoomed: range => { steps = range; drawMap(m); drawUnit(m, unit); } });
+    chart(hosts[track], { height: track === tracks.length - 1 ? 190 : 150, lines, marks, bands, frames, legend, log: low > 0, yTitle: title, steps, whole: [.5, m.last + .5], title: track === tracks.length - 1 ? "step" : "", zoomed: range => { steps = range; drawMap(m); drawUnit(m, unit); } });
   });
   const infinite = x.filter((_, bin) => risk[bin] === Infinity);
   if (infinite.length) panel.querySelector(".lead").append(` The norm was not finite at step ${infinite.slice(0, 5).map(whole).join(", ")}${infinite.length > 5 ? ` and ${infinite.length - 5} more` : ""}.`);

@@ -88,7 +88,8 @@ def run_table(runs: Iterable[Run], root: Path) -> Table:
         steps = f"{run.last_step} of {run.planned_steps or '?'}"
         status = "unfinished" if run.status == "running" else run.status
         below = os.path.relpath(run.folder, root)
-        place = printable(run.folder.resolve().name if below == "." else below)
+        # A report is written to the run itself, or to a folder in it.
+        place = printable(below if {*below.split(os.sep)} - {".", ".."} else run.folder.resolve().name)
         table.rows.append([place, status, steps, run.commit, run.machine, run.command])
     return table
 
