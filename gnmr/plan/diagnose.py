@@ -55,14 +55,18 @@ from gnmr.options import one_of, require, whole_number
 from gnmr.patterns import listed
 from gnmr.plan.checkpoint_names import linears_of
 from gnmr.plan.compared_paths import ComparedPaths, Side, compared_paths
-from gnmr.plan.diagnosis import CURVE, RANDOM_DRAWS, UNREACHED, Diagnosis
+from gnmr.plan.diagnosis import CURVE, RANDOM_DRAWS, RULES, UNREACHED, Diagnosis
 from gnmr.plan.knapsack import GUESSES, Choice, Shapes, Times, budget_of, check_fused, groups_of, times_of
 from gnmr.plan.pin_plan import PinPlan
 
 ALONE_BATCHES = 2
 """Number of batches on which the KL of single operators is measured."""
-MOST_HELD_OUT = 20
-"""Number of models, at most, whose KL is measured on held-out batches: plans, guesses, and the exact model."""
+
+
+def models_held_out(rescues: int) -> int:
+    """Return the number of models, at most, whose outputs on a held-out batch are measured, given `rescues` recipes."""
+    # Exact, everything low, the plan, the plan by price; a plan on each rescue alone; guesses and rules; other budgets.
+    return 4 + rescues + len(GUESSES) - 1 + RANDOM_DRAWS + len(RULES) + len(CURVE)
 
 
 def diagnose(
@@ -444,9 +448,7 @@ class _Measurement:
         """Return an upper bound on the number of forward passes, those of single operators aside; None: unknown."""
         if not isinstance(batches, Sized):
             return None
-        rescues = len(self.passes.rescues)
-        choices = 3 + rescues * (rescues > 1) + len(GUESSES) - 1 + RANDOM_DRAWS + 2 + len(CURVE)
-        return PASSES_PER_BATCH * len(batches) + 4 + held_out * choices
+        return PASSES_PER_BATCH * len(batches) + 4 + held_out * models_held_out(len(self.passes.rescues))
 
     def _limit(self, passes: ModelPasses, batch: Any) -> float | None:
         """Return the KL from rounding. Raises ValueError if it is unknown or above the gate, and two sides need it."""

@@ -54,7 +54,7 @@ LITTLE = 0.01
 """Nats per token, below which nothing has to be kept."""
 UNREACHED = "no token reached them"
 """The reason why experts have no price although others of their layer have one; a plan puts them with their group."""
-_RULES = ("mse", "gradient norm")
+RULES = ("mse", "gradient norm")
 """Scores that are also usual rules: operators in their order."""
 _NAMED = 4
 """Operators that a verdict names."""
@@ -373,7 +373,7 @@ class Diagnosis:
         alternatives |= {f"{rescue} alone": [self.choice(budget, rescue)] for rescue in self.singles}
         draws = dict.fromkeys(GUESSES, 1) | {"random": RANDOM_DRAWS}
         orders = {kind: [guessed(kind, self.operators, seed) for seed in range(n)] for kind, n in draws.items()}
-        orders |= {key: [by_score(self.scores[key], self.operators)] for key in _RULES if key in self.scores}
+        orders |= {key: [by_score(self.scores[key], self.operators)] for key in RULES if key in self.scores}
         for name, draws_of in orders.items():
             by_rescue = [
                 [pin_in_order(order, self.prices, self.costs, self.recipe, rescue, budget) for order in draws_of]

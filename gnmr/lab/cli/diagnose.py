@@ -138,9 +138,9 @@ def main(argv: list[str]) -> int:
     from gnmr.lab.evaluation.blocks import LONGEST, TOKENS
     from gnmr.lab.evaluation.subjects import load_subject
     from gnmr.lab.models.kinds import CAUSAL, MASKED
-    from gnmr.lab.train.memory import refuse_blocks
+    from gnmr.lab.train.memory import memory_to_estimate, memory_to_measure
     from gnmr.measure.blocks import NotFollowed
-    from gnmr.plan.diagnose import ALONE_BATCHES, MOST_HELD_OUT
+    from gnmr.plan.diagnose import ALONE_BATCHES, models_held_out
 
     tokens = (options.batch_size or max(1, TOKENS // 2 // (options.block or LONGEST))) * (options.block or LONGEST)
     loading: dict[str, Any] = {"device": options.device, "gradients": False, "tokens": tokens}
@@ -159,15 +159,13 @@ def main(argv: list[str]) -> int:
     if subject.weights is not None:
         with as_user_error():
             operators = len(operator_shapes(subject.model, paths.spec))
-        alone = min(operators, 2 * options.confirm) + 1
-        line = refuse_blocks(
-            subject.model,
-            blocks.batches,
-            subject.device,
-            operators,
-            recipes=paths.most_measured_alone() if options.measure == "all" else 0,
-            side_by_side=[(alone, blocks.batches[:ALONE_BATCHES]), (MOST_HELD_OUT, blocks.held_out)],
-        )
+        shapes = subject.model, blocks.batches, subject.device, operators
+        if options.measure == "all":
+            line = memory_to_measure(*shapes, paths.most_measured_alone())
+        else:
+            alone = min(operators, 2 * options.confirm) + 1, blocks.batches[:ALONE_BATCHES]
+            held_out = models_held_out(paths.most_measured_alone()), blocks.held_out
+            line = memory_to_estimate(*shapes, [alone, held_out])
         say(line, by_words=True)
     # Measure, write, show.
     began = time.perf_counter()

@@ -177,64 +177,96 @@ def refuse_checkpoint(
         )
 
 
-def refuse_blocks(
+def memory_to_estimate(
     model: nn.Module,
     batches: Sequence[Batch],
     device: torch.device,
     operators: int,
-    *,
-    recipes: int,
-    side_by_side: Sequence[tuple[int, Sequence[Batch]]] = (),
+    side_by_side: Sequence[tuple[int, Sequence[Batch]]],
 ) -> str:
-    """Return one line that says what a diagnosis block by block holds in memory, and how long measuring is.
+    """Return one line that says what an estimate block by block holds in memory.
 
     Args:
         model: the model, whose blocks are on the meta device.
-        batches: the batches, whose hidden states stay in memory if every operator is measured alone.
+        batches: the batches that are priced.
         device: where the blocks run.
         operators: number of operators.
-        recipes: number of recipes on which each is measured alone; 0: they are estimated.
-        side_by_side: for an estimate, the number of models that go through the blocks together, and their batches.
+        side_by_side: number of models that go through the blocks together, and their batches.
+
+    Raises:
+        UserError: this is more memory than there is.
+    """
+    _, blocks = named_blocks(model)
+    most = max(batch.tokens.numel() for batch in batches)
+    # The hidden states that enter each block, or those of the models that go side by side.
+    hidden = max(len(blocks) * most, *(models * _tokens_of(some) for models, some in side_by_side))
+    # What is measured in a block: the activations of its operators, and casts of weights.
+    matrices = [p.shape[-2:].numel() for block in blocks for p in block.parameters() if p.dim() > 1]
+    inputs = sum(p.shape[-1] for p in blocks[0].parameters() if p.dim() > 1)
+    measured = 4 * (_CASTS * max(matrices) + _ACTIVATIONS * most * inputs)
+    advice = "diagnose", "a smaller batch_size=, block= or confirm="
+    total = _block_by_block(model, device, most, hidden, measured, _PER_LOGIT, advice)
+    return f"estimating {operators} operators, {len(blocks)} blocks one after the other: {total / 1e9:,.3g} GB"
+
+
+def memory_to_measure(
+    model: nn.Module, batches: Sequence[Batch], device: torch.device, operators: int, recipes: int
+) -> str:
+    """Return one line that says what measuring every operator alone holds in memory, and how long it takes.
+
+    The arguments and the error are those of `memory_to_estimate`; each operator is measured on `recipes` recipes.
+    """
+    most = max(batch.tokens.numel() for batch in batches)
+    hidden = (operators * recipes + 2) * _tokens_of(batches)
+    advice = "measure=all", "fewer batches= or a smaller batch_size="
+    # Logits of two models, and slices of them.
+    total = _block_by_block(model, device, most, hidden, 0, 12, advice)
+    passes = len(batches) * (2 + operators * recipes / 2)
+    on = f" on {recipes} recipes" if recipes > 1 else ""
+    return (
+        f"measuring {operators} operators alone{on}, {len(named_blocks(model)[1])} blocks one after the other: the "
+        f"time of about {passes:,.0f} forward passes of a batch, and {total / 1e9:,.3g} GB"
+    )
+
+
+def _block_by_block(
+    model: nn.Module,
+    device: torch.device,
+    tokens: int,
+    hidden: int,
+    measured: int,
+    per_logit: int,
+    advice: tuple[str, str],
+) -> int:
+    """Return the bytes of passes block by block.
+
+    Args:
+        model: the model, whose blocks are on the meta device.
+        device: where the blocks run.
+        tokens: tokens of the largest batch.
+        hidden: tokens whose hidden states are held.
+        measured: bytes of what is measured in a block.
+        per_logit: bytes for each logit of a batch.
+        advice: what is refused, and what to use instead.
 
     Raises:
         UserError: this is more memory than there is.
     """
     size = next(parameter.element_size() for parameter in model.parameters() if not parameter.is_meta)
-    _, blocks = named_blocks(model)
-    of_block = max(sum(p.numel() for p in block.parameters()) for block in blocks)
+    of_block = max(sum(p.numel() for p in block.parameters()) for block in named_blocks(model)[1])
     around = sum(p.numel() for p in model.parameters() if not p.is_meta)
     config: Any = model.config
     width, vocabulary = config.get_text_config().hidden_size, len(model.get_input_embeddings().weight)  # type: ignore[operator]
-    most = max(batch.tokens.numel() for batch in batches)
-    # Numbers of hidden states, and what is measured in a block: the activations of its operators, and casts of weights.
-    in_block = 0
-    if recipes:
-        hidden = (operators * recipes + 2) * _tokens_of(batches)
-    else:
-        hidden = max(len(blocks) * most, *(models * _tokens_of(some) for models, some in side_by_side))
-        matrices = [p.shape[-2:].numel() for block in blocks for p in block.parameters() if p.dim() > 1]
-        inputs = sum(p.shape[-1] for p in blocks[0].parameters() if p.dim() > 1)
-        in_block = _CASTS * max(matrices) + _ACTIVATIONS * most * inputs
-    # A block and the tensor that is read next; logits, others or their gradient, and slices of them.
-    per_logit = 12 if recipes else _PER_LOGIT
-    total = _IMPORTS + size * (around + 2 * of_block + hidden * width) + 4 * in_block + per_logit * most * vocabulary
+    # A block and the tensor that is read next.
+    total = _IMPORTS + size * (around + 2 * of_block + hidden * width) + measured + per_logit * tokens * vocabulary
     there, has = _memory_of(device)
     if total > there:
-        what = "measure=all" if recipes else "diagnose"
-        fewer = "fewer batches= or a smaller batch_size=" if recipes else "a smaller batch_size=, block= or confirm="
         raise UserError(
-            f"{what}: cannot fit into memory: about {total / 1e9:,.3g} GB, of it {size * around / 1e9:,.3g} GB for the "
-            f"embedding and the head and {size * hidden * width / 1e9:,.3g} GB for hidden states, and {has} "
-            f"{there / 1e9:,.3g} GB; use {fewer}"
+            f"{advice[0]}: cannot fit into memory: about {total / 1e9:,.3g} GB, of it {size * around / 1e9:,.3g} GB "
+            f"for the embedding and the head and {size * hidden * width / 1e9:,.3g} GB for hidden states, and {has} "
+            f"{there / 1e9:,.3g} GB; use {advice[1]}"
         )
-    if not recipes:
-        return f"estimating {operators} operators, {len(blocks)} blocks one after the other: {total / 1e9:,.3g} GB"
-    passes = len(batches) * (2 + operators * recipes / 2)
-    on = f" on {recipes} recipes" if recipes > 1 else ""
-    return (
-        f"measuring {operators} operators alone{on}, {len(blocks)} blocks one after the other: the time of about "
-        f"{passes:,.0f} forward passes of a batch, and {total / 1e9:,.3g} GB"
-    )
+    return total
 
 
 def _tokens_of(batches: Sequence[Batch]) -> int:
