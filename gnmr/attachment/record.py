@@ -30,7 +30,7 @@ from gnmr.control.threshold import TwoStage
 from gnmr.conversion.cost import Spent
 from gnmr.errors import UserError
 from gnmr.records.disk import of_a_file_browser
-from gnmr.records.lock import OWNER
+from gnmr.records.lock import LOCK
 from gnmr.records.reader import calibrated_trigger, calibration_steps, read_json
 from gnmr.records.schema import EVAL_FIELDS, OWN, STEP_FIELDS, event_rows, step_row, unit_rows, versions
 from gnmr.records.writer import RunWriter
@@ -67,7 +67,7 @@ class Recording:
         """
         self._folder = folder = folder.expanduser()
         # What the lock and a file browser leave in a folder makes no run of it.
-        names = {path.name for path in folder.iterdir()} - {".lock", OWNER} if folder.is_dir() else set()
+        names = {path.name for path in folder.iterdir()} - {LOCK} if folder.is_dir() else set()
         inside = any(not of_a_file_browser(name) for name in names)
         begun = folder.exists() and (inside or not folder.is_dir())
         if begun and (why := _no_part_of(folder, header["units"])) is not None:
@@ -168,7 +168,8 @@ class Recording:
         row = {name: dict(value) if isinstance(value, Mapping) else value for name, value in self._row.items()}
         counters = [self._tokens, self._nonfinite, self._streak]
         # The rows reach the disk before a checkpoint refers to them.
-        return {"counted": self._writer.sync(), "row": row, "counters": counters}
+        self._writer.sync()
+        return {"row": row, "counters": counters}
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
         """Resume after `step` with `state`'s result.
@@ -192,7 +193,7 @@ class Recording:
             )
         if self._writer is not None:
             self._writer.close()
-        self._writer = RunWriter(self._folder, step, state.get("counted"))
+        self._writer = RunWriter(self._folder, step)
         # The run's first header stays, and says where the run was resumed.
         header = read_json(self._folder / "header.json") or self._header
         resumption = {"after_step": step, "torch": self._header["torch"], "machine": self._header["machine"]}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gnmr.records.disk import no_link, replacing, truncate
-from gnmr.records.reader import iter_sound
+from gnmr.records.reader import iter_jsonl
 
 _JSON = json.JSONEncoder(allow_nan=False)
 
@@ -51,60 +49,20 @@ class AppendFile:
         """Open the file to append to it. Raises OSError for a link."""
         self.path = path
         self._file: BinaryIO = open(path, "ab", opener=no_link)  # noqa: SIM115 (open until `close`)
-        # The size and the checksum go on from what the file holds already.
-        self._bytes = os.fstat(self._file.fileno()).st_size
-        self._crc32 = _crc32(path, self._bytes) if self._bytes else 0
 
     def append(self, data: bytes) -> None:
         """Write the data with one system call."""
         self._file.write(data)
         self._file.flush()
-        self._bytes += len(data)
-        self._crc32 = zlib.crc32(data, self._crc32)
 
     def sync(self) -> None:
         """Bring the rows to the disk; does nothing after `close`."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
 
-    def in_place(self) -> bool:
-        """Return True if the path still leads to this file and its length is the number of written bytes."""
-        try:
-            there = os.lstat(self.path)
-        except OSError:
-            return False
-        # Another length means that somebody else has written or cut the file.
-        if there.st_size != self._bytes or not stat.S_ISREG(there.st_mode):
-            return False
-        return self._file.closed or os.path.samestat(there, os.fstat(self._file.fileno()))
-
-    def count(self) -> list[int]:
-        """Return the number of bytes that were written and their CRC-32, for `begins_with`."""
-        return [self._bytes, self._crc32]
-
     def close(self) -> None:
         """Close the file; every row was flushed before."""
         self._file.close()
-
-
-def count(path: Path) -> list[int]:
-    """Return the size of a file and its CRC-32, for `begins_with`."""
-    size = path.lstat().st_size
-    return [size, _crc32(path, size) if size else 0]
-
-
-def begins_with(path: Path, counted: list[int]) -> bool:
-    """Return True if the file begins with what `AppendFile.count` or `count` counted."""
-    size, crc32 = counted
-    return (path.stat().st_size if path.exists() else 0) >= size and (not size or _crc32(path, size) == crc32)
-
-
-def _crc32(path: Path, size: int) -> int:
-    crc32 = 0
-    with open(path, "rb", opener=no_link) as file:
-        while chunk := file.read(min(1 << 20, size)):
-            crc32, size = zlib.crc32(chunk, crc32), size - len(chunk)
-    return crc32
 
 
 class JsonLines(AppendFile):
@@ -133,11 +91,12 @@ class JsonLines(AppendFile):
 def cut_jsonl(path: Path, last_step: int) -> int:
     """Truncate the file after the rows of `last_step` and return the last step that is left, 0 if there is none.
 
-    A torn last line is dropped as well. Truncating needs no space, so it works on a full disk.
+    A torn last line is dropped as well. Truncating needs no space, so it works on a full disk. Raises `Damaged` if a
+    row up to that step is damaged.
     """
     end = last = 0
     if path.exists():
-        for row, after in iter_sound(path):
+        for row, after in iter_jsonl(path):
             if row["step"] > last_step:
                 break
             end, last = after, row["step"]

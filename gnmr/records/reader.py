@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,14 @@ import numpy as np
 import pyarrow as pa
 
 from gnmr.records.schema import unit_schema
-from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, opened, reading, text
+from gnmr.records.untrusted import MAX_NAME, MAX_ROW, Damaged, bounded, content, exists, opened, reading, text
 
 UNITS = "units.arrows"  # the file of the per-unit rows (`gnmr.records.unit_stream`)
+FILES = (
+    *("steps.jsonl", "eval.jsonl", "events.jsonl", "faults.jsonl", "scores.jsonl", UNITS),
+    *("summary.json", "header.json", "config.yaml"),
+)
+"""The files of a run folder, its checkpoints aside."""
 _MARKER = b"\xff\xff\xff\xff"  # the first four bytes of each message of a stream
 END_OF_STREAM = 8  # bytes of the marker that pyarrow's own writer appends when it is closed
 MAX_STEP = 2**31 - 1
@@ -90,6 +95,30 @@ def iter_sound(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a .jsonl file; none if it is missing. A last line that a kill cut short is left out."""
     return [row for row, _ in iter_jsonl(path)]
+
+
+def check_rows(folder: Path, steps: Sequence[float], planned: int | None = None) -> None:
+    """Compare the rows of a run with its summary, its length and its end.
+
+    Args:
+        folder: the run folder.
+        steps: the steps of the rows of steps.jsonl.
+        planned: the number of steps that the config asks for; None: unknown.
+
+    Raises:
+        Damaged: if rows are missing.
+    """
+    path, last, number = folder / "steps.jsonl", int(steps[-1]) if len(steps) else 0, len(steps)
+    if number and last - int(steps[0]) + 1 != number:
+        raise Damaged(f"{path}: {number:,} rows up to step {last:,}, so rows are missing; copy the run again")
+    summarized = (read_json(folder / "summary.json") or {}).get("steps")
+    if exists(path) and summarized not in (None, number):
+        raise Damaged(f"{path}: {number:,} rows, and summary.json counts {summarized:,}; copy the run again")
+    if exists(folder / "DONE") and planned is not None and last < planned:
+        raise Damaged(
+            f"{folder / 'DONE'}: the rows end after step {last:,} of {planned:,}; remove DONE, and the command that "
+            "began the run continues it"
+        )
 
 
 @dataclass(frozen=True)
@@ -202,13 +231,9 @@ def read_units(folder: Path) -> pa.Table:
         Damaged: columns have other types or gaps, a step is below 1, or a name is not one that a unit can have.
     """
     path = folder / UNITS
-    # Whole messages alone are read; in a run that is done, nothing may follow the last one.
-    batches, end = [], 0
+    batches = []
     with suppress(FileNotFoundError):
-        for batch, end in open_units(path):  # noqa: B007 (the last offset is compared below)
-            batches.append(batch)
-        if (folder / "DONE").exists() and path.lstat().st_size not in (end, end + END_OF_STREAM):
-            raise Damaged(f"{path}: ends within a message, although the run is done; copy the run again")
+        batches = [batch for batch, _ in open_units(path)]  # whole messages alone
     if not batches:
         return unit_schema(()).empty_table()
     with reading(path):

@@ -9,7 +9,6 @@ pyarrow yields all batches before it and then raises an error, and polars raises
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from gnmr.records.append import AppendFile
 from gnmr.records.disk import truncate
 from gnmr.records.reader import END_OF_STREAM, UNITS, open_units
 from gnmr.records.schema import UnitRows, unit_schema
-from gnmr.records.untrusted import Damaged
 
 
 class UnitStream:
@@ -71,7 +69,7 @@ class UnitStream:
         """Open the file and return what a new one begins with: the schema and the units' names."""
         if self.file is None:
             self.file = AppendFile(self._path)
-        if self.file.count()[0]:
+        if self._path.stat().st_size:
             recorded = next((recorded for recorded, _ in open_units(self._path)), batch)
             if recorded.schema != batch.schema or recorded["unit"].dictionary != batch["unit"].dictionary:
                 raise RunFailed(f"{self._path}: has other units or columns than this run")
@@ -99,15 +97,17 @@ def _strings(words: Sequence[str]) -> pa.Array:
 
 
 def cut_units(folder: Path, last_step: int) -> None:
-    """Truncate units.arrows after the rows of `last_step`, and with them a torn message at the end."""
+    """Truncate units.arrows after the rows of `last_step`, and with them a torn message at the end.
+
+    Raises `Damaged` if another message is not whole.
+    """
     path, end = folder / UNITS, 0
     if not path.exists():
         return
-    with suppress(Damaged):  # what follows is dropped
-        for batch, after in open_units(path):
-            if batch["step"][0].as_py() > last_step:
-                break
-            end = after
+    for batch, after in open_units(path):
+        if batch["step"][0].as_py() > last_step:
+            break
+        end = after
     truncate(path, end)
 
 

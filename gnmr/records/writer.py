@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gnmr.errors import RunFailed, UserError
-from gnmr.records.append import AppendFile, JsonLines, begins_with, cut_jsonl, replace_json, replace_text
+from gnmr.records.append import AppendFile, JsonLines, cut_jsonl, replace_json, replace_text
 from gnmr.records.disk import sync_folder
-from gnmr.records.lock import FolderLock, OwnerMark, lock_folder
-from gnmr.records.reader import UNITS
+from gnmr.records.lock import FolderLock, lock_folder
+from gnmr.records.reader import UNITS, iter_sound
 from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, UnitRows
-from gnmr.records.seal import sealed
 from gnmr.records.summary import summarize
 from gnmr.records.unit_stream import UnitStream, cut_units
 
@@ -28,10 +26,10 @@ _ENDS = ("DONE", "FAILED", "summary.json")
 class RunWriter:
     """Own the record files of a run folder. Rows are flushed as they are made and synced before each checkpoint.
 
-    A failed write raises `RunFailed`, as does a file that was moved or replaced. The earlier records stay readable.
+    A failed write raises `RunFailed`. The earlier records stay readable.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None, counted: dict[str, list[int]] | None = None) -> None:
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
         """Open the files of `folder`, which is made if it is missing.
 
         Args:
@@ -39,11 +37,10 @@ class RunWriter:
             resume_step: None for a new run. Otherwise the step of the checkpoint that the run continues from: rows
                 after it are dropped, and the marks of an earlier end are removed. 0 stands for a run that was killed
                 before its first checkpoint: all its rows are dropped.
-            counted: what `sync` returned for that checkpoint.
 
         Raises:
-            UserError: if a new run's folder already holds records, if another process writes the folder, or if the
-                records are not those that the checkpoint counted. Nothing has changed then.
+            UserError: if a new run's folder already holds records, if another process writes the folder, or if rows up
+                to the checkpoint are missing or damaged.
         """
         self.folder = folder
         if resume_step is None and (file := next((name for name in (*_JSONL, UNITS) if (folder / name).exists()), "")):
@@ -51,12 +48,10 @@ class RunWriter:
         self.last_step = 0
         with self._guard("its files"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._place = os.stat(folder)
             # Nothing in the folder is changed before it belongs to this process.
             self._lock: FolderLock | None = lock_folder(folder)
-            self._owner = OwnerMark(folder)
             if resume_step is not None:
-                self._cut(resume_step if resume_step > 0 else -1, {} if counted is None else counted)
+                self._cut(resume_step if resume_step > 0 else -1)
             self._lines = {name: JsonLines(folder / name, fields) for name, fields in _JSONL.items()}
             if (folder / _SCORES).exists():
                 self._lines[_SCORES] = JsonLines(folder / _SCORES, SCORE_FIELDS)
@@ -68,17 +63,12 @@ class RunWriter:
             replace_text(self.folder / "config.yaml", config_yaml)
             replace_json(self.folder / "header.json", header)
 
-    def sync(self) -> dict[str, list[int]]:
-        """Bring all rows to the disk and return the size and CRC-32 of each file, which a resumed run compares."""
-        self._check_owner()
+    def sync(self) -> None:
+        """Bring all rows to the disk."""
         with self._guard("its records"):
-            moved = [] if self._ours() else [f"the run folder {self.folder}"]
-            if moved := moved or [str(file.path) for file in self._files() if not file.in_place()]:
-                raise RunFailed(f"{moved[0]} was removed, moved or replaced while the run was going")
             for file in self._files():
                 file.sync()
             sync_folder(self.folder)
-        return {file.path.name: file.count() for file in self._files()}
 
     def step(self, row: dict[str, Any]) -> None:
         """Append a row of `STEP_FIELDS`."""
@@ -109,7 +99,6 @@ class RunWriter:
 
     def units(self, rows: UnitRows) -> None:
         """Append the observed units of one step."""
-        self._check_owner(now=False)
         with self._guard(UNITS):
             self._units.write(rows)
 
@@ -126,19 +115,15 @@ class RunWriter:
             peak_memory_bytes: as in `SUMMARY_FIELDS`.
 
         Raises:
-            RunFailed: for done, if the records are not what was written. It may then be called again with failed, which
-                raises nothing for a full disk, and leaves a folder alone that is not the run's.
+            RunFailed: if a file cannot be written. It may then be called again with failed, which raises nothing for a
+                full disk.
         """
         assert status in ("done", "failed", "interrupted"), status
         if status == "done":
             self.sync()
-            if altered := next((file.path for file in self._files() if not begins_with(file.path, file.count())), None):
-                raise RunFailed(f"{altered} was altered while the run was going")
         self._close_files()
         summary = summarize(self.folder, num_recoverable, max_o, status, reason, peak_memory_bytes)
-        # A folder that another process writes by now gets no end from this one.
-        if self._ours():
-            self._end(status, reason, summary)
+        self._end(status, reason, summary)
         self.close()
         return summary
 
@@ -153,12 +138,11 @@ class RunWriter:
             replace_json(self.folder / "summary.json", summary)
         if status == "done":
             with guarded("DONE"):
-                replace_text(self.folder / "DONE", sealed(self.folder))
+                replace_text(self.folder / "DONE", "")
 
     def close(self) -> None:
         """Close the files without an end of the run, and let other processes write the folder."""
         self._close_files()
-        self._owner.close()
         self._lock = None
 
     def _close_files(self) -> None:
@@ -169,36 +153,29 @@ class RunWriter:
     def _files(self) -> list[AppendFile]:
         return [*self._lines.values(), *([] if self._units.file is None else [self._units.file])]
 
-    def _ours(self) -> bool:
-        """Return True if the folder at the path is still that in which the run began, and nobody else writes it."""
-        try:
-            return not self._owner.lost() and os.path.samestat(os.stat(self.folder), self._place)
-        except OSError:
-            return False
-
-    def _cut(self, last_step: int, counted: dict[str, list[int]]) -> None:
-        """Drop the rows after `last_step`, if those before it are the ones that the checkpoint counted."""
-        # Nothing is changed before all files are known to begin as the checkpoint counted.
-        for name, count in _checked(counted).items():
-            if not begins_with(self.folder / name, count):
-                raise UserError(
-                    f"{self.folder / name}: rows were lost or changed since the checkpoint of step {last_step}; put "
-                    "the file back as it was, or choose another folder"
-                )
+    def _cut(self, last_step: int) -> None:
+        """Drop the rows after `last_step`."""
+        path = self.folder / "steps.jsonl"
+        reached = 0
+        for row, _ in iter_sound(path):
+            if row["step"] > last_step:
+                break
+            reached = row["step"]
+        # A user's own loop saves its checkpoint before the row of that step is complete.
+        if reached < last_step - 1:
+            raise UserError(
+                f"{path}: rows were lost or damaged since the checkpoint of step {last_step}; put the file back as it "
+                "was, or choose another folder"
+            )
         # A kill during these lines leaves rows after the checkpoint, which the next start drops.
-        for name in _ENDS:
-            (self.folder / name).unlink(missing_ok=True)
-        self.last_step = cut_jsonl(self.folder / "steps.jsonl", last_step)
+        self.last_step = cut_jsonl(path, last_step)
         for name in ("eval.jsonl", "events.jsonl", _SCORES):
             cut_jsonl(self.folder / name, last_step)
         cut_units(self.folder, last_step)
-
-    def _check_owner(self, now: bool = True) -> None:
-        if self._owner.lost(now):
-            raise RunFailed(f"another process writes {self.folder} by now; this one ends and leaves the folder to it")
+        for name in _ENDS:
+            (self.folder / name).unlink(missing_ok=True)
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        self._check_owner(now=False)
         with self._guard(name):
             self._lines[name].write(rows)
 
@@ -212,11 +189,3 @@ class RunWriter:
                 raise RunFailed(f"disk full while writing {name} in {self.folder}") from error
             which = f" ({Path(error.filename).name})" if isinstance(error.filename, str | Path) else ""
             raise RunFailed(f"cannot write {name} in {self.folder}: {error.strerror or error}{which}") from error
-
-
-def _checked(counted: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return what `RunWriter.sync` counted. Raises UserError if a checkpoint gave back something else."""
-    with suppress(AttributeError, TypeError):
-        if all(len(count) == 2 and all(type(number) is int for number in count) for count in counted.values()):
-            return counted
-    raise UserError("the checkpoint's count of the records makes no sense: choose another run_dir")

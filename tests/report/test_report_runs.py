@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from recorded import UNITS
 
 from gnmr.errors import UserError
 from gnmr.lab.cli import runs as runs_command
 from gnmr.lab.report.recorded_run import load
-from gnmr.records import seal
-from gnmr.records.append import count
 from gnmr.records.find import find_runs
 from gnmr.records.reader import UNITS as UNITS_FILE
 from gnmr.records.reader import open_units
@@ -80,31 +75,6 @@ def test_a_killed_run_gives_what_it_has(write_run: Write) -> None:
     assert run.units().steps.size == 0
 
 
-def flipped(data: bytes, eighth: int) -> bytes:
-    at = len(data) * eighth // 8 + 3
-    return data[:at] + bytes([data[at] ^ 1 << eighth % 3]) + data[at + 1 :]
-
-
-def lines(change: Callable[[list[bytes]], list[bytes]]) -> Callable[[bytes], bytes]:
-    return lambda data: b"".join(change(data.splitlines(keepends=True)))
-
-
-FLIPS = {f"bit {eighth}/8": lambda data, eighth=eighth: flipped(data, eighth) for eighth in range(8)}
-CUTS = {f"cut {eighth}/8": lambda data, eighth=eighth: data[: len(data) * eighth // 8] for eighth in range(8)}
-LINES = {
-    "first line lost": lines(lambda rows: rows[1:]),
-    "middle line lost": lines(lambda rows: rows[:1] + rows[2:]),
-    "last line lost": lines(lambda rows: rows[:-1]),
-    "last line twice": lines(lambda rows: rows + rows[-1:]),
-}
-BYTES = FLIPS | CUTS | {"another run": lambda data: data.replace(b"1", b"2")}
-
-
-def damages(names: str) -> list[tuple[str, str]]:
-    """Each file with each damage that changes it."""
-    return [(name, damage) for name in names.split() for damage in BYTES | (LINES if name.endswith("jsonl") else {})]
-
-
 def found(folder: Path) -> None:
     """Read all that a report shows of a run, and its units."""
     load(folder).check().units()
@@ -114,54 +84,8 @@ def in_runs_command(folder: Path) -> bool:
     return runs_command._row(folder).status == "damaged"
 
 
-def test_no_damage_of_a_done_run_is_passed_over(write_run: Write) -> None:
-    folder = write_run(steps=8, val_loss={4: 3.0, 6: 2.7, 8: 2.5})
-    row = {"step": 2, "unit": UNITS[0], "event": "promote", "cause": "gnmr", "risk": 1.5}
-    (folder / "events.jsonl").write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in (2, 4, 8)))
-    (folder / "DONE").write_text(seal.sealed(folder))
-    found(folder)
-    for name, damage in damages(
-        "steps.jsonl eval.jsonl events.jsonl units.arrows summary.json header.json config.yaml"
-    ):
-        data = (folder / name).read_bytes()
-        spoiled = (BYTES | LINES)[damage](data)
-        (folder / name).write_bytes(spoiled)
-        if spoiled != data:
-            with pytest.raises(UserError, match=re.escape(name)) as error:
-                found(folder)
-            assert "\n" not in str(error.value)
-            assert name == UNITS_FILE or in_runs_command(folder), (name, damage)
-        (folder / name).write_bytes(data)
-    (folder / "eval.jsonl").unlink()
-    with pytest.raises(UserError, match=r"eval.jsonl: is missing since the run ended"):
-        found(folder)
-
-
-def test_rows_up_to_the_checkpoint_of_a_killed_run_are_compared(write_run: Write) -> None:
-    folder = write_run(steps=6, planned=10, status="running", val_loss={2: 3.0, 4: 2.7, 6: 2.5})
-    checkpoint = folder / "checkpoints" / "step-00000005"
-    checkpoint.mkdir(parents=True)
-    counts = {name: count(folder / name) for name in ("steps.jsonl", "eval.jsonl", UNITS_FILE)}
-    text = json.dumps({"step": 5, "host": {"records": counts}})
-    (checkpoint / "meta.json").write_text(text)
-    (checkpoint / "meta.sha256").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  meta.json\n")
-    with (folder / "steps.jsonl").open("a") as file:
-        file.write('{"step": 7, "lo')  # the row at which it was killed
-    found(folder)
-    for name, damage in damages("steps.jsonl eval.jsonl units.arrows"):
-        data = (folder / name).read_bytes()
-        if (spoiled := (BYTES | LINES)[damage](data)).startswith(data[: counts.get(name, [0])[0]]):
-            continue
-        (folder / name).write_bytes(spoiled)
-        with pytest.raises(UserError, match=re.escape(name)):
-            found(folder)
-        assert name == UNITS_FILE or in_runs_command(folder), (name, damage)
-        (folder / name).write_bytes(data)
-
-
 @pytest.mark.parametrize("name", ["steps.jsonl", "eval.jsonl"])
 def test_an_unreadable_line_that_is_not_the_last_is_damage(write_run: Write, name: str) -> None:
-    """Records without checksums: those of earlier versions, and of a run before its first checkpoint."""
     folder = write_run(steps=4, status="running", val_loss={2: 3.0, 3: 2.7, 4: 2.5})
     rows = (folder / name).read_bytes().splitlines(keepends=True)
     (folder / name).write_bytes(b"".join([rows[0], b"z" + rows[1][1:], *rows[2:]]))
@@ -184,28 +108,20 @@ def test_a_message_that_is_not_whole_is_damage_unless_it_is_the_last(write_run: 
             assert len(load(folder).units().steps) == 5
     (folder / UNITS_FILE).write_bytes(data[:-5])
     assert len(load(folder).units().steps) == 5
-    (folder / "DONE").touch()
-    with pytest.raises(UserError, match="ends within a message, although the run is done"):
-        load(folder).units()
 
 
 def test_rows_that_contradict_the_end_of_the_run(write_run: Write) -> None:
-    """DONE of an earlier version, which has no checksums, or DONE that somebody put there."""
+    """DONE may be there because somebody put it there."""
     early = write_run(steps=4, planned=6, status="running")
     (early / "DONE").touch()
     with pytest.raises(UserError, match="DONE: the rows end after step 4 of 6; remove DONE, and the command that"):
         found(early)
-    assert in_runs_command(early)
     short = write_run(steps=4, seed=1)
     summary = json.loads((short / "summary.json").read_text())
-    for key, value, says in (
-        ("steps", 5, "4 rows, and summary.json counts 5"),
-        ("final_val_loss", 1.0, "another loss"),
-    ):
-        (short / "summary.json").write_text(json.dumps(summary | {key: value}))
-        with pytest.raises(UserError, match=says):
-            found(short)
-        assert in_runs_command(short)
+    (short / "summary.json").write_text(json.dumps(summary | {"steps": 5}))
+    with pytest.raises(UserError, match=r"4 rows, and summary.json counts 5"):
+        found(short)
+    assert in_runs_command(short)
     (short / "summary.json").write_text(json.dumps(summary))
     found(short)
     rows = (short / "steps.jsonl").read_bytes().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Runs whose folder is moved, emptied, damaged or laid as a trap: none ends DONE with other figures than its own."""
+"""Runs whose folder lost rows, or was laid as a trap."""
 
 from __future__ import annotations
 
@@ -9,36 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gnmr.errors import RunFailed, UserError
-
-
-@pytest.mark.parametrize("how", ["removed", "moved", "exchanged"])
-def test_a_folder_that_goes_while_the_run_does(how, train, before_step, tmp_path):
-    folder, away = tmp_path / "run", tmp_path / "away"
-
-    def happens() -> None:
-        folder.rename(away)
-        if how == "removed":
-            shutil.rmtree(away)
-        if how == "exchanged":
-            folder.mkdir()
-
-    before_step(5, happens)
-    with pytest.raises(RunFailed, match=r"the run folder .* was removed, moved or replaced while the run was going"):
-        train(folder)
-    assert list(folder.iterdir()) == [] if how == "exchanged" else not folder.exists()
-    assert not (away / "DONE").exists()
-
-
-@pytest.mark.parametrize("how", [Path.unlink, pytest.param(lambda file: os.truncate(file, 0), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["steps.jsonl", "eval.jsonl", "events.jsonl", "units.arrows"])
-def test_a_file_that_goes_or_is_emptied_while_the_run_goes_on(name, how, train, before_step, tmp_path):
-    folder = tmp_path / "run"
-    before_step(5, lambda: how(folder / name))
-    with pytest.raises(RunFailed, match=f"{name} was removed, moved or replaced while the run was going"):
-        train(folder)
-    assert (folder / "FAILED").exists() and not (folder / "DONE").exists()
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000003"]
+from gnmr.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +27,7 @@ def copied(ended, tmp_path) -> Path:
 
 def test_a_run_that_lost_rows_is_refused(copied, train):
     os.truncate(copied / "steps.jsonl", (copied / "steps.jsonl").stat().st_size // 2)
-    with pytest.raises(UserError, match=r"steps\.jsonl: rows were lost or changed since the checkpoint of step 8"):
+    with pytest.raises(UserError, match=r"steps\.jsonl: rows were lost or damaged since the checkpoint of step 8"):
         train(copied)
     assert not (copied / "DONE").exists()
 
@@ -82,11 +53,9 @@ def test_links_in_a_folder_that_goes_on(name, copied, train, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda host: host.pop("records"),
         lambda host: host["counters"].update(step="8"),
         lambda host: host["counters"].update(more=1),
         lambda host: host["blocks"].update(position="x"),
-        lambda host: host.update(records=[]),
     ],
 )
 def test_a_checkpoint_whose_numbers_make_no_sense(change, copied, train):

@@ -31,8 +31,8 @@ from gnmr.lab.cli.parser import Parser, path, settings_and_places
 from gnmr.lab.config import ControllerConfig, one_line, read_tree
 from gnmr.lab.views.live import recovery_figures
 from gnmr.options import nearest
-from gnmr.records import output, seal
-from gnmr.records.reader import calibrated_trigger, read_json, read_units
+from gnmr.records import output
+from gnmr.records.reader import FILES, calibrated_trigger, read_json, read_units
 from gnmr.records.untrusted import exists, opened, reading
 
 KEYS = ("alpha", "beta", "delta", "max_o", "t_lock", "trigger")
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     if options.out is not None:
         output.check(options.out, f"out={options.out}")
         # Compared as files, because a link or another spelling of the path may lead to the same one.
-        read_files = [file for file in (place, *map(place.joinpath, seal.FILES)) if file.exists()]
+        read_files = [file for file in (place, *map(place.joinpath, FILES)) if file.exists()]
         if options.out.exists() and any(map(options.out.samefile, read_files)):
             raise UserError(f"out={options.out}: would replace the records that are read; name another file")
     units, norms_TU, observed_TU = read_norms(place)
@@ -144,7 +144,6 @@ def read_norms(place: Path) -> tuple[list[str], np.ndarray, np.ndarray]:
 
 
 def _rows_of_run(place: Path) -> pd.DataFrame:
-    seal.check(place)
     frame = read_units(place).select(["step", "unit", "norm"]).to_pandas()
     if frame.empty:
         runs = [] if exists(place / "config.yaml") else sorted(file.parent for file in place.glob("*/units.arrows"))

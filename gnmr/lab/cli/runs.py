@@ -17,9 +17,8 @@ from rich.text import Text
 from gnmr.console import NARROW, for_tables, print_plain
 from gnmr.errors import UserError, plural, printable
 from gnmr.lab.cli.parser import Parser, whole
-from gnmr.records import seal
 from gnmr.records.find import LATEST, changed, find_runs, last_step
-from gnmr.records.reader import UNITS, read_json, read_jsonl
+from gnmr.records.reader import check_rows, read_json, read_jsonl
 from gnmr.records.untrusted import exists
 
 _TEXT = f"""\
@@ -78,7 +77,7 @@ def _row(folder: Path) -> _RunRow:
     """Return the row of a run; damaged records make one too."""
     # A run with damaged records is listed, or nobody would notice it.
     try:
-        _check(folder)
+        check_rows(folder, [row["step"] for row in read_jsonl(folder / "steps.jsonl")])
         summary = read_json(folder / "summary.json") or {}
         perplexity = _number(summary.get("final_val_ppl"))
         # A run that is not finished has no final perplexity, but that of its last evaluation.
@@ -89,23 +88,6 @@ def _row(folder: Path) -> _RunRow:
         return _RunRow(folder, changed(folder), _status(folder, summary), steps, perplexity, recovered)
     except UserError:
         return _RunRow(folder, changed(folder), "damaged")
-
-
-def _check(folder: Path) -> None:
-    """Raise `Damaged` for a run that `gnmr report` leaves out because its rows were changed or lost."""
-    if seal.check(folder, set(seal.FILES) - {UNITS}):
-        return
-    steps = [row["step"] for row in read_jsonl(folder / "steps.jsonl")]
-    evals = read_jsonl(folder / "eval.jsonl")
-    from gnmr.lab.config import flatten, read_tree  # imported here, because it takes long
-
-    # A fork takes fork.heal steps more.
-    settings = flatten(read_tree(folder / "config.yaml"))
-    planned = settings.get("training.steps")
-    if isinstance(planned, int):
-        planned += settings.get("fork.heal") or 0
-    later = max((rows[-1]["step"] for rows in (evals, read_jsonl(folder / "events.jsonl")) if rows), default=0)
-    seal.check_rows(folder, steps, evals[-1].get("val_loss") if evals else None, planned, later)
 
 
 def _status(folder: Path, summary: dict[str, Any]) -> str:

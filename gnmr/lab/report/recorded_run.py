@@ -17,8 +17,7 @@ import numpy as np
 
 from gnmr.errors import UserError
 from gnmr.lab import config
-from gnmr.records import seal
-from gnmr.records.reader import MAX_UNITS, UNITS, check_units, read_json, read_jsonl, read_units
+from gnmr.records.reader import MAX_UNITS, check_rows, check_units, read_json, read_jsonl, read_units
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, unit_schema
 from gnmr.records.summary import summarize
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
@@ -86,23 +85,14 @@ class Run:
         counted = summarize(self.folder, units, max_o or MAX_UNITS, self.status, self.reason)
         if self.status == "done" or not len(self.steps["step"]):
             return counted | written
-        # Nothing protects summary.json of an unfinished run, but its checkpoint protects the rows.
+        # The rows of an unfinished run go on after its summary.
         return counted | written | {key: value for key, value in counted.items() if value is not None}
 
     def check(self) -> Run:
         """Itself, with everything read that a table shows but for the per-unit rows; `Damaged` where that cannot be."""
         with reading(self.folder):
-            sealed = seal.check(self.folder, set(seal.FILES) - {UNITS})
             _ = self.steps, self.evals, self.summary, self.events
-            if not sealed:
-                later = max(_last(self.evals["step"]) or 0, self.events[-1]["step"] if self.events else 0)
-                seal.check_rows(
-                    self.folder,
-                    self.steps["step"].tolist(),
-                    _last(self.evals["val_loss"]),
-                    self.planned_steps,
-                    int(later),
-                )
+            check_rows(self.folder, self.steps["step"].tolist(), self.planned_steps)
         return self
 
     def final(self, field: str) -> float | None:
@@ -161,7 +151,6 @@ class Run:
 
     def units(self) -> UnitMatrices:
         """Read anew at each call: too large to keep for every run of a sweep."""
-        seal.check(self.folder, [UNITS])
         table = read_units(self.folder).unify_dictionaries()
         if missing := [name for name in _SHOWN if name not in table.column_names]:
             raise Damaged(f"{self.folder}: units.arrows has no column {missing[0]!r}")

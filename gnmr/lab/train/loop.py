@@ -251,10 +251,10 @@ class Loop:
         self.recorder.eval({"step": step, "tokens": self.counters.tokens, **row})
 
     def _save(self) -> None:
-        # Rows reach the disk before the checkpoint that counts them, so that a resumed run finds all of them.
-        records = self.recorder.sync()
+        # Rows reach the disk before the checkpoint, so that a resumed run finds all of them.
+        self.recorder.sync()
         host: dict[str, Any] = {"counters": asdict(self.counters), "blocks": self.blocks.state_dict()}
-        host |= {"records": records, "levels": [list(pair) for pair in self.levels.seen]}
+        host["levels"] = [list(pair) for pair in self.levels.seen]
         self.checkpointer.save(self.counters.step, host)
 
     def _score_is_due(self) -> bool:

@@ -167,13 +167,13 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
     held_out = validation(config, parts.corpus, training.eval_sequences)
     lines_to_say = [blocks.packing.summary] if isinstance(blocks, PackedSequences) else []
     checkpointer = _checkpointer(parts)
-    counters, counted, levels = Counters(), None, Levels()
+    counters, levels = Counters(), Levels()
     newest = checkpointer.newest()
     if newest is not None:
         # The state on the device first, then counters, position in the data and levels of the host.
         host = checkpointer.load(newest)
         with world.agreed():
-            counters, counted = _restored(host, newest, blocks, checkpointer.folder), host["records"]
+            counters = _restored(host, newest, blocks, checkpointer.folder)
         # Without the earlier levels, a resumed run would judge spikes otherwise than one that was never stopped.
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
         lines_to_say.append(f"continuing after step {newest} of {folder}")
@@ -192,7 +192,7 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         recorder: Recorder | Silent = Silent()
         with world.agreed():
             if world.first:
-                recorder = Recorder(info, config.records, counters.step if goes_on else None, counted)
+                recorder = Recorder(info, config.records, counters.step if goes_on else None)
         stack.enter_context(recorder)
         for line in lines_to_say:
             (recorder.say if config.records.live == "log" else say)(line)
@@ -260,7 +260,7 @@ def _restored(host: dict[str, Any], step: int, blocks: TrainingBlocks, folder: P
         counters = Counters(**host["counters"])
         blocks.load_state_dict(host["blocks"])  # this writes no files
         sound = all(type(number) is int and number >= 0 for number in asdict(counters).values())
-        if not sound or counters.step != step or "records" not in host:
+        if not sound or counters.step != step:
             raise ValueError("its numbers do not fit together")
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):

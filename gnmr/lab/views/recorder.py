@@ -43,18 +43,12 @@ class Recorder:
     As a context manager it closes all three, even if `finish` is not called because of a bug.
     """
 
-    def __init__(
-        self,
-        info: RunInfo,
-        settings: RecordsConfig,
-        resume_step: int | None,
-        counted: dict[str, list[int]] | None = None,
-    ) -> None:
-        """Open the files; `resume_step`, `counted` and the errors are those of `RunWriter`."""
+    def __init__(self, info: RunInfo, settings: RecordsConfig, resume_step: int | None) -> None:
+        """Open the files; `resume_step` and the errors are those of `RunWriter`."""
         self._info = info
         self._settings = settings
         self._header = {} if resume_step is None else read_json(info.folder / "header.json") or {}
-        self._writer = RunWriter(info.folder, resume_step, counted)
+        self._writer = RunWriter(info.folder, resume_step)
         self._view = LiveView(settings.live, folder=info.folder)
         self._wandb = WandbSink(self._view.say)
         self._summary: dict[str, Any] | None = None
@@ -120,9 +114,9 @@ class Recorder:
         """Record rows of `FAULT_FIELDS`, all windows of the run."""
         self._writer.faults(rows)
 
-    def sync(self) -> dict[str, list[int]]:
-        """Bring the rows to the disk and return what `RunWriter.sync` counted."""
-        return self._writer.sync()
+    def sync(self) -> None:
+        """Bring the rows to the disk."""
+        self._writer.sync()
 
     def say(self, text: str, narrow: str | None = None) -> None:
         """Print lines; see `LiveView.say`."""
