@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -46,12 +47,17 @@ def test_a_run_is_audited_on_its_low_path(gnmr, run: Path) -> None:
 
 
 def test_findings_are_lines_and_exit_code_1(gnmr, run: Path) -> None:
-    ended = gnmr("audit", str(run), *SMALL, "recipe=mxfp8", "filter_fqns=[lm_haed,mlp]")
+    ended = gnmr("audit", str(run), *SMALL, "recipe=mxfp8", "filter_fqns=[lm_haed,mlp]", "html=a.html")
     assert ended.code == 1 and ended.err == "", ended.err
-    _, *findings, verdict = ended.out.strip().splitlines()
+    _, *findings, verdict, written = ended.out.strip().splitlines()
     assert [line.split(":")[0] for line in findings][:2] == ["no match", "not applied"], ended.out
     assert "another recipe" in ended.out and "right would be: 'lm_head'" in findings[0]
-    assert verdict.endswith(f"{len(findings)} findings")
+    assert verdict.endswith(f"{len(findings)} findings") and written == "page: a.html"
+    shown = unescape(re.sub(r"<[^>]*>", "", Path("a.html").read_text()))
+    for finding in findings:
+        kind, _, (problem, right) = *finding.split(": ", 2)[:2], finding.split(": ", 2)[2].split("; right would be: ")
+        assert kind in shown and problem in shown and right in shown, finding
+    assert verdict.partition(": ")[2] in shown and "layers.*.mlp.up_proj" in shown
     ended = gnmr("audit", str(run), "--static", "device=cpu", "filter_fqns=[lm_head]", "out=a.json")
     assert ended.code == 0 and "nothing measured" in ended.out
     assert all(not row["measured"] for row in json.loads(Path("a.json").read_text())["operators"])
@@ -63,13 +69,14 @@ def test_two_sides_are_compared_by_names_alone(gnmr, run: Path) -> None:
     assert ended.code == 0 and ended.err == "" and ended.out.rstrip().endswith("both sides agree"), ended.err
     assert {one["module"] for one in json.loads(Path("a.json").read_text())["modules"]} > {"lm_head"}
     fused = "rollout.ignored_layers=[model.layers.0.mlp.gate_up_proj,model.layers.0.mlp.gate]"
-    ended = gnmr(*words, fused, "out=b.json")
+    ended = gnmr(*words, fused, "out=b.json", "html=b.html")
     assert ended.code == 1 and ended.err == "", ended.err
-    *lines, verdict = ended.out.strip().splitlines()
+    *lines, verdict, _written = ended.out.strip().splitlines()
     assert [line.split(":")[0] for line in lines] == ["differs", "differs", "no match"], ended.out
     assert "mlp.gate_proj, model.layers.0.mlp.up_proj" in lines[0] and "engine's name gate_up_proj" in lines[0]
     assert verdict.endswith("3 are treated differently")
     tree = json.loads(Path("b.json").read_text())
+    assert "3 are treated differently" in Path("b.html").read_text()
     assert len(tree["findings"]) == 2 and tree["command"].startswith("gnmr audit ")
 
 
@@ -109,6 +116,7 @@ def test_a_list_that_forgets_the_head_is_found_on_a_checkpoint(gnmr, checkpoint:
         (["{run}", "recpie=mxfp8"], "unknown option 'recpie=mxfp8': did you mean recipe"),
         (["{run}", "recipe=mxfp9"], "recipe=mxfp9: is not a recipe: did you mean mxfp8"),
         (["{run}", "out=no/where.json"], "out=no/where.json"),
+        (["{run}", "html=no/where.html"], "html=no/where.html"),
         (["{run}", "filter_fqns="], "'filter_fqns=' has no value"),
         (["{run}", "rollout.filter_fqn=[]"], "did you mean rollout.filter_fqns"),
         (["{run}", "trainer.fqns=[wo]", "rollout.ignore=[head]"], "rollout.ignore=head: matches no linear"),

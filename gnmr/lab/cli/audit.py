@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from argparse import SUPPRESS, Namespace
 from collections.abc import Iterable
@@ -30,7 +29,7 @@ _TEXT = """\
 RUN is a run folder: its newest checkpoint on its own low path, with its pins, on its own validation data. CHECKPOINT is
 a folder with a Hugging Face checkpoint, or its name on the hub, with data= as `gnmr diagnose` takes it; with recipe=
 its linears are put on that recipe, less what the lists leave out, else they are audited as they are. Nothing is trained
-and nothing written but out=. A model that torchao or Transformer Engine converted lives in your own loop:
+and nothing written but out= and html=. A model that torchao or Transformer Engine converted lives in your own loop:
 
   gnmr.audit(model, lambda batch: model(**batch).loss, batch, lists={"filter_fqns": ["output", "layers.1"]})
 
@@ -57,6 +56,7 @@ def _parser() -> Parser:
                 parser.option(f"{side}.{name}", names_of, SUPPRESS)
     add_options(parser, "the batch")
     parser.option("out", path, "a file for findings and measurements as JSON")
+    parser.option("html", path, "a file for the same as one page")
     parser.flag("table", "show every operator: precision in force, and dB measured of dB possible")
     parser.flag("static", "run no batch: names and precision alone")
     return parser
@@ -65,8 +65,9 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Run the command and return its exit code. Raises UserError in one line, if possible before anything is loaded."""
     options, place, config = asked_of(_parser(), argv, "audit")
-    if options.out is not None:
-        output.check(options.out, f"out={options.out}")
+    for key in ("out", "html"):
+        if (file := getattr(options, key)) is not None:
+            output.check(file, f"{key}={file}")
     # Lists with a side before them compare trainer and rollout; nothing is loaded then.
     two_sides = any(_lists(options, f"{side}.") for side in SIDES)
     if config is not None and options.plan is not None and not two_sides:
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
         result, name = _audited(options, place, config)
         findings, rows = result.findings, result.rows
     try:  # written before it is shown, because the reader may have left
-        _write(options, name, argv, result.tree())
+        _write(options, name, argv, result)
     finally:
         console = for_tables()
         if options.table and rows:
@@ -89,15 +90,22 @@ def main(argv: list[str]) -> int:
         for finding in findings:
             print_plain(console, printable(finding.line()))
         print_plain(console, f"{printable(name)}: {result.verdict()}")
+    if options.html is not None:
+        print_plain(console, f"page: {printable(options.html)}")
     return 0 if result.sound else 1
 
 
-def _write(options: Namespace, subject: str, argv: list[str], tree: dict[str, Any]) -> None:
+def _write(options: Namespace, subject: str, argv: list[str], result: Audit | SideComparison) -> None:
+    from gnmr.auditing.audit_page import page
     from gnmr.lab.train.provenance import commit, portable_command
 
+    if options.out is None and options.html is None:
+        return
+    origin = {"command": portable_command(shlex.join(["gnmr", "audit", *argv])), "commit": commit()}
     if options.out is not None:
-        origin = {"subject": subject, "command": portable_command(shlex.join(["gnmr", "audit", *argv]))}
-        output.write_json(options.out, origin | {"commit": commit()} | tree, f"out={options.out}")
+        output.write_json(options.out, {"subject": subject} | origin | result.tree(), f"out={options.out}")
+    if options.html is not None:
+        output.write_text(options.html, page(result, subject, origin), f"html={options.html}")
 
 
 def _lists(options: Namespace, start: str = "") -> dict[str, list[str]]:
@@ -257,20 +265,13 @@ def _table(rows: Iterable[OperatorRow]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from gnmr.auditing.audit_page import operator_lines
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("operator", "GEMM", "in force", "dB measured / possible"):
         table.add_column(heading, overflow="fold")
-    for row in rows:
-        for i, (gemm, words) in enumerate(row.precision.items()):
-            ratios = [f"{operand} {_db(*values)}" for operand, values in row.measured.get(gemm, {}).items()]
-            note = row.note if i == 0 else ""
-            table.add_row(
-                Text(printable(row.operator) if i == 0 else ""), gemm, words, ", ".join(ratios) or note or "-"
-            )
+    shown = ""
+    for operator, *cells in operator_lines(rows):
+        table.add_row(Text(printable(operator) if operator != shown else ""), *cells)
+        shown = operator
     return table
-
-
-def _db(measured: float, possible: float | None) -> str:
-    values = [measured] if possible is None else [measured, possible]
-    words = {math.inf: "inf", -math.inf: "NaN"}  # zeros have no ratio, and -inf is that of values that are not finite
-    return "/".join("zeros" if math.isnan(value) else words.get(value, f"{value:.0f}") for value in values)
