@@ -22,7 +22,7 @@ from gnmr.lab.cli.parser import Parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
-PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "runs" / "README.md"]
+PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "runs" / "README.md", ROOT / "plans" / "README.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 OLD = ("benchmarks/", "runs/", "CONTRIBUTING.md")
 """Of these pages commands are not checked: what was typed at commits of then, and what needs a change of code first."""
