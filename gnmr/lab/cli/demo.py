@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 _TEXT = """\
 Continues the small trained model that comes with the package in low precision, in five ways (arms): never recovering;
-recovering 10% of the GEMM FLOPs at random, by the paper's controller (GNMR) or by price; and recovering everything. It
+recovering 10% of the GEMM FLOPs at random, by the paper's controller (GNMR) or by price; and always recovering all. It
 takes about a minute on two idle cores. The runs are those of `gnmr train -m sweep=demo`; finished ones are kept.
 """
-_ARMS = ("never", "random", "gnmr", "price", "everything")
+_ARMS = ("never", "random", "gnmr", "price", "always")
 """Names in conf/sweep/demo.yaml."""
 _LOOK_S = 0.5
 
