@@ -184,7 +184,7 @@ class Base:
 
     def row(self, cell: Cell) -> dict[str, Any]:
         """Return the row of a fork. Forks with the same pins share one run."""
-        words, moves = [f"fork.order={cell.order}", "fork.heal=0"], cell.arm in SIGNALS
+        words, moves = [f"training.seed={cell.order}", "fork.heal=0"], cell.arm in SIGNALS
         if moves:
             words += ["precision.recovery=mxfp8", "precision.recovers=[fprop]", "controller.routing=ranked"]
             words += [f"controller.signal={SIGNALS[cell.arm]}", "controller.max_o=null", "controller.budget=1"]

@@ -41,7 +41,7 @@ def test_a_config_survives_being_written_and_read() -> None:
     ("controller", "unread"),
     [
         ({}, ""),
-        ({"signal": "module:Own"}, "alpha alpha_init beta beta_init delta"),
+        ({"signal": "module:Own"}, "alpha alpha_init beta delta"),
         ({"routing": "ranked"}, "t_lock trigger"),
         ({"routing": "ranked", "options": {"active_frac": 0.1}}, "trigger"),
     ],

@@ -15,7 +15,7 @@ def test_its_arms_are_those_of_the_sweep_and_spend_alike(tmp_path):
     assert [config.controller.name for config in configs] == [*demo._ARMS] * 2
     assert {config.controller.budget for config in configs[1:4]} == {0.1}
     assert all((config.precision, config.training.steps) == (configs[0].precision, 20) for config in configs)
-    assert [config.fork.order for config in configs] == [0] * 5 + [1] * 5
+    assert [config.training.seed for config in configs] == [0] * 5 + [1] * 5
     folders = {run_folder(config) for config in configs}
     assert len(folders) == 10 and {folder.parent for folder in folders} == {tmp_path / "demo"}
 

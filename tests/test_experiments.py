@@ -189,7 +189,7 @@ def test_fine_tuning_is_the_papers() -> None:
     optim, adapter = loaded.optim, loaded.model.adapter
     assert (loaded.controller.max_o, loaded.controller.observe) == (10, "adapter")
     assert (optim.name, optim.lr, optim.weight_decay, optim.clip_norm) == ("adamw", 2e-5, 0.0, 1.0)
-    assert (adapter.rank, adapter.dropout, adapter.targets) == (8, 0.05, ["*_proj"])
+    assert (adapter.rank, adapter.dropout) == (8, 0.05)
     assert loaded.data.name == "gsm8k" and loaded.training.tokens_per_step == 16 * 2048
 
 

@@ -25,7 +25,7 @@ VARIANTS = {
     "lock": ["controller.t_lock=3", "controller.max_o=3"],
     "warm_up": ["controller.warmup_frac=0.3"],
     "warm_up_in_16_bits": ["controller.warmup_frac=0.3", "controller.warmup_path=16bit"],
-    "two_stages": ["controller.alpha_init=1.4", "controller.beta_init=1.3", "controller.init_frac=0.5"],
+    "two_stages": ["controller.alpha_init=1.4", "controller.init_frac=0.5"],
     "one_signal": ["controller.alpha=null", "controller.delta=2"],
     "nonfinite": ["training.seed=5"],
 }
@@ -107,7 +107,7 @@ def test_shares_of_the_steps_are_those_of_the_run_even_if_it_ended_early(train, 
             raise ZeroDivisionError
         return plain(self, *args)
 
-    words = ["training.steps=12", "controller.alpha_init=9", "controller.beta_init=9", "controller.init_frac=0.5"]
+    words = ["training.steps=12", "controller.alpha_init=9", "controller.beta=null", "controller.init_frac=0.5"]
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(TrainStep, "__call__", call)
         train(tmp_path / "run", *words)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from gnmr.lab.config import read
+from gnmr.lab.train import loop as loop_module
 from gnmr.lab.train import run as run_module
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.find import finished, last_step
@@ -106,7 +107,8 @@ def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words,
             parts.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
         return parts
 
-    words = [*tiny_words, SEEDS, "training.max_nonfinite_streak=1", "-m"]
+    words = [*tiny_words, SEEDS, "-m"]
+    monkeypatch.setattr(loop_module, "MAX_NONFINITE_STREAK", 1)
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "assemble", assemble)
         ended = gnmr("train", *words)

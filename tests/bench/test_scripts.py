@@ -456,10 +456,10 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pyte
     def fork(_: Forks, config: Any, phases: Any) -> Any:
         pins = config.precision.pins
         kind = "always" if "*" in pins else f"{len(pins)} pins"
-        made.append(f"{config.precision.low} {kind} {config.fork.order}")
+        made.append(f"{config.precision.low} {kind} {config.training.seed}")
         assert config.training.eval_sequences == 60, "the words on the command line reach every fork"
         gap = 1.0 if config.precision.low == "nvfp4" else 0.0
-        loss = 3.0 - gap * (kind == "always") + config.fork.order / 100
+        loss = 3.0 - gap * (kind == "always") + config.training.seed / 100
         return SimpleNamespace(validation={"low": SimpleNamespace(high=loss)}, extra_time=0.1, losses=[1.0])
 
     words = ["experiment=fork", "base=shipped"]

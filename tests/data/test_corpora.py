@@ -33,7 +33,7 @@ def read(config: DataConfig) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.json.gz", "a.jsonl.gz", "a.parquet", "odd [1]*?.jsonl"])
 def test_file_types(name: str, config: Make, tmp_path: Path) -> None:
     file = write_rows(tmp_path / name, DOCUMENTS, "content")
-    assert read(config(path=str(file), text_column="content")) == (TRAIN, VALIDATION)
+    assert read(config(path=str(file), columns=["content"])) == (TRAIN, VALIDATION)
 
 
 def test_text_files_are_documents(config: Make, tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_identity_follows_names_columns_and_contents(config: Make, tmp_path: Pat
         return corpora.open_corpus(config(**({"path": str(tmp_path)} | changes))).identity
 
     first = identity()
-    found = {first, identity(text_column="number"), identity(name="instructions"), identity(name="gsm8k")}
-    found |= {identity(name="instructions", response_column="x"), identity(name="instructions", input_column="x")}
+    found = {first, identity(columns=["number"]), identity(name="instructions"), identity(name="gsm8k")}
+    found |= {identity(name="instructions", columns=["x", "y"]), identity(name="instructions", columns=["x", "i", "y"])}
     file.write_text(file.read_text().replace("brown", "quick"))
     found.add(identity())
     file.write_text(file.read_text().replace("quick", "brown"))
@@ -218,7 +218,7 @@ def test_the_real_library_and_a_sample_of_c4(config: Make) -> None:
         (["a.docx"], {}, r"data\.path=.*: the folder holds none"),
         (["a.docx"], {"path": "a.docx"}, r"data\.path=.*a\.docx: cannot read this kind"),
         (["0-validation.jsonl", "1-validation.jsonl"], {}, r"data\.path=.*: every file is named as validation"),
-        (["a.jsonl"], {"text_column": "body"}, r"no column 'body'; data\.text_column must be one of number, text"),
+        (["a.jsonl"], {"columns": ["body"]}, r"no column 'body'; data\.columns must be of number, text"),
         (["a.jsonl"], {"path": "~no_such_user/x"}, r"^data\.path="),
         (["a.jsonl"], {"path": "x" * 300}, r"^data\.path="),
     ],

@@ -37,9 +37,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "scalars.jsonl": (b'1\n"a"\n', "cannot be read"),
     "names.jsonl": (
         json.dumps({"k" * 999: 1, "\n\x1b[31m": 2}).encode(),
-        r"no column 'text'; data\.text_column must be one of k{60}, '\\n\\x1b\[31m'$",
+        r"no column 'text'; data\.columns must be of k{60}, '\\n\\x1b\[31m'$",
     ),
-    "late.jsonl": (b'{"body": "a"}\n' * 20, r"no column 'text'; data\.text_column must be one of body$"),
+    "late.jsonl": (b'{"body": "a"}\n' * 20, r"no column 'text'; data\.columns must be of body$"),
     "half_characters.jsonl": (b'{"text": "a \\ud800"}\n' * 40, "surrogate"),
     "no_gzip.json.gz": (ROWS, r"cannot be read \(BadGzipFile"),
     "half.json.gz": (gzip.compress(ROWS)[:-12], r"cannot be read \(EOFError"),

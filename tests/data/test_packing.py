@@ -257,7 +257,7 @@ def test_the_cache_follows_all_that_decides_it(five: Make, checkpoint: Path, tmp
     second, said = build(five(), checkpoint)
     assert said == [] and second.fingerprint == first.fingerprint
     folders = {first.folder}
-    for change in ({"answers_only": False}, {"response_column": "prompt"}):
+    for change in ({"answers_only": False}, {"columns": ["prompt", "prompt"]}):
         folders.add(build(five(**change), checkpoint)[0].folder)
     settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "j"}))

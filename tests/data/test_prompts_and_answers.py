@@ -83,8 +83,8 @@ def test_the_parts_of_an_instruction(
 ) -> None:
     row = {"instruction": prompt, "input": given, "output": response, "text": "all of it"}
     file = write(tmp_path / "alpaca.json", [row, row | {"output": " \n"}, row])
-    columns = {"prompt_column": "instruction", "input_column": "input", "response_column": "output"}
-    assert read(config(name="instructions", path=str(file), **columns)) == ([expected], [expected])
+    columns = ["instruction", "input", "output"]
+    assert read(config(name="instructions", path=str(file), columns=columns)) == ([expected], [expected])
 
 
 @pytest.mark.parametrize("number, held_out", [(2, [1]), (19, [18]), (20, [19]), (21, [19]), (40, [19, 39])])
@@ -107,12 +107,12 @@ ROW = b'{"prompt": "a", "response": "b"}\n'
         ("a.jsonl", b"", {}, "a.jsonl: holds no rows"),
         ("a.json", b"[{", {}, r"a\.json: cannot be read \("),
         ("a.jsonl", ROW + b'{"prompt": "a"}', {}, "row 2: column 'response' holds nothing"),
-        ("a.jsonl", ROW, {"prompt_column": "x"}, r"row 1: no column 'x'; data\.prompt_column .* prompt, response$"),
-        ("a.jsonl", ROW, {"input_column": "x"}, r"row 1: no column 'x'; data\.input_column"),
+        ("a.jsonl", ROW, {"columns": ["x", "response"]}, r"row 1: no column 'x'; data\.columns .* prompt, response$"),
+        ("a.jsonl", ROW, {"columns": ["prompt", "x", "response"]}, r"row 1: no column 'x'; data\.columns"),
         ("a.jsonl", ROW, {"name": "gsm8k"}, "row 1: no column 'question'; it has prompt, response$"),
         ("a.jsonl", ROW.replace(b'"b"', b"7"), {}, "row 1: column 'response' holds int"),
         ("a.jsonl", ROW.replace(b'"a"', b"null"), {}, "row 1: column 'prompt' holds nothing"),
-        ("a.txt", b"text", {}, "a.txt: no column 'prompt'; data.prompt_column must be one of text"),
+        ("a.txt", b"text", {}, "a.txt: no column 'prompt'; data.columns must be of text"),
     ],
 )
 def test_bad_input_is_one_line(

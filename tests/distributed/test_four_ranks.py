@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed"),
 ]
 WORDS = ("training.accumulation=4", "training.batch_size=1", "training.checkpoint_every=4")
-WORDS += ("training.keep_checkpoints=1",)  # a stop saves one more
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "hsdp"])

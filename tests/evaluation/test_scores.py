@@ -35,12 +35,11 @@ def theirs(folder: Path, tasks: list[str], data: Path, **options: Any) -> dict[s
     return {name: found["results"][name] for name in tasks}
 
 
-def test_scores_of_a_run_are_those_of_its_export(train, task_data, tmp_path) -> None:
+def test_scores_of_a_run_are_those_of_its_export(train, task_data, tmp_path, monkeypatch) -> None:
     """Log-likelihoods, rolling ones and greedy answers, of a model of ours."""
     tasks = "scores.tasks=[hellaswag,wikitext2,mmlu]"
-    folder = train(
-        tmp_path / "run", *LONG, "training.export_hf=true", tasks, f"scores.data={task_data}", "scores.shots=0"
-    )
+    monkeypatch.setattr(scores, "SHOTS", {})
+    folder = train(tmp_path / "run", *LONG, "training.export_hf=true", tasks, f"scores.data={task_data}")
     (row,) = read_jsonl(folder / "scores.jsonl")
     with scores.undisturbed():
         expected = theirs(folder / "hf", ["hellaswag", "wikitext"], task_data)
@@ -64,9 +63,9 @@ def test_a_fine_tuned_run_has_all_four_scores(train, checkpoint, task_data, tmp_
     words += ["training.steps=1", "scores.tasks=[gsm8k,mmlu,hellaswag,wikitext2]", f"scores.data={task_data}"]
     found = {}
     for path in ("16bit", "low"):
-        folder = train(tmp_path / path, *LONG, *words, "scores.limit=2", "scores.shots=1", f"scores.path={path}")
+        folder = train(tmp_path / path, *LONG, *words, "scores.limit=2", f"scores.path={path}")
         (row,) = read_jsonl(folder / "scores.jsonl")
-        assert (row["step"], row["path"], row["tasks"]["gsm8k"]["shots"]) == (1, path, 1)
+        assert (row["step"], row["path"], row["tasks"]["gsm8k"]["shots"]) == (1, path, 5)
         assert set(row["tasks"]["gsm8k"]["metrics"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
         found[path] = row["tasks"]["wikitext2"]["metrics"]["token_perplexity"]["value"]
     assert found["16bit"] != found["low"]

@@ -12,29 +12,28 @@ from torch.nn import functional as F
 from gnmr.control.norms import UnitNorms
 from gnmr.conversion import PathSpec, convert
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
-from gnmr.lab.models.moe import MoEMLP, hashed_scores
+from gnmr.lab.models.moe import MoEMLP
 
 
 def mixture(number: int = 6, top_k: int = 2, seed: int = 0, **options: object) -> MoEMLP:
     """A mixture with random weights, of width 16."""
     torch.manual_seed(seed)
     experts = ExpertsConfig(number=number, top_k=top_k, **options)
-    mlp = MoEMLP(ModelConfig(name="moe", hidden_size=16, intermediate_size=24, experts=experts), index=1)
+    mlp = MoEMLP(ModelConfig(name="moe", hidden_size=16, intermediate_size=24, experts=experts))
     with torch.no_grad():
         for parameter in mlp.parameters():
             parameter.normal_(0, 0.4)
     return mlp
 
 
-def one_by_one(mlp: MoEMLP, x_BTD: torch.Tensor, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def one_by_one(mlp: MoEMLP, x_BTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, balancing loss): the equations of `gnmr/lab/models/moe.py`, one token and one expert at a time."""
     flat = x_BTD.flatten(0, 1)
     number, assigned, gates, outputs = len(mlp.experts), [0] * len(mlp.experts), [], []
-    for token, x in zip(tokens_BT.flatten(), flat, strict=True):
+    for x in flat:
         p = torch.exp(mlp.router.weight @ x)
         p = p / p.sum()
-        scores = p.tolist() if mlp.seed is None else hashed_scores(token[None], number, mlp.seed)[0].tolist()
-        chosen = sorted(range(number), key=lambda e, scores=scores: -scores[e])[: mlp.top_k]
+        chosen = p.topk(mlp.top_k).indices.tolist()
         total = sum(p[e] for e in chosen) if mlp.normalized else 1.0
         y = torch.zeros_like(x)
         for e in chosen:
@@ -57,20 +56,18 @@ def one_by_one(mlp: MoEMLP, x_BTD: torch.Tensor, tokens_BT: torch.Tensor) -> tup
         {"top_k": 6},
         {"number": 1, "top_k": 1},
         {"number": 40, "top_k": 3},  # 21 tokens: most experts get one or none
-        {"routing_seed": 5},
     ],
     ids=str,
 )
 def test_values_and_gradients_equal_the_token_by_token_reading(options):
     mlp = mixture(**options)
     x_BTD = torch.randn(3, 7, 16, requires_grad=True)
-    tokens_BT = torch.randint(50, (3, 7))
     direction = torch.randn(3, 7, 16)
     found = []
-    for run in (mlp, lambda x, tokens: one_by_one(mlp, x, tokens)):
+    for run in (mlp, lambda x: one_by_one(mlp, x)):
         mlp.zero_grad(set_to_none=True)
         x_BTD.grad = None
-        y_BTD, routing = run(x_BTD, tokens_BT)
+        y_BTD, routing = run(x_BTD)
         balance = routing if isinstance(routing, torch.Tensor) else routing.balance_loss
         ((y_BTD * direction).sum() + 3 * balance).backward()
         gradients = {name: parameter.grad for name, parameter in mlp.named_parameters()}
@@ -114,7 +111,7 @@ def test_the_gate_is_fp32(autocast: bool):
     x_ND = torch.zeros(1, 16, dtype=torch.bfloat16)
     x_ND[0, :2] = 1.0
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        weight_Nk, expert_Nk, _, balance_loss = mlp.route(x_ND, None)
+        weight_Nk, expert_Nk, _, balance_loss = mlp.route(x_ND)
     assert expert_Nk.item() == 1 and weight_Nk.dtype == balance_loss.dtype == torch.float32
     assert weight_Nk.item() == pytest.approx(1 / (1 + math.exp(-(2.0**-10))), abs=1e-7)
 
@@ -151,12 +148,6 @@ def test_the_model_adds_it_up(build, tokens_BT):
     assert len(told) == 8 and not any(value.requires_grad for value in told.values())
 
 
-def test_a_fixed_routing_adds_nothing(build, tokens_BT):
-    model = build("moe", experts=ExpertsConfig(number=4, routing_seed=0))
-    model(tokens_BT)
-    assert model.auxiliary_loss is None and len(model.statistics()) == 8
-
-
 # ---- experts without tokens ----
 
 
@@ -190,35 +181,6 @@ def test_linears_of_an_expert_without_tokens_keep_nothing():
             y_BTD.sum().backward()
             assert converted.cost.saved_bytes() == 0
         converted.restore()
-
-
-# ---- fixed routing ----
-
-
-def test_a_fixed_routing_depends_on_token_layer_and_seed_alone(build, tokens_BT):
-    def shares(seed: int | None, weights_seed: int) -> list[torch.Tensor]:
-        model = build("moe", seed=weights_seed, experts=ExpertsConfig(number=4, routing_seed=seed))
-        model(tokens_BT)
-        return [routing.share_E for routing in model.routings]
-
-    fixed = shares(0, weights_seed=0)
-    assert all(torch.equal(a, b) for a, b in zip(fixed, shares(0, weights_seed=1), strict=True))
-    others = (fixed[1], shares(1, 0)[0], shares(None, 0)[0], shares(None, 1)[0])
-    assert not any(torch.equal(fixed[0], other) for other in others)
-
-
-def test_hashed_scores_are_even_and_have_no_ties():
-    scores_NE = hashed_scores(torch.arange(20_000), 8, seed=3)
-    assert scores_NE.min() >= 0 and scores_NE.max() < 2**32
-    assert (scores_NE.sort(dim=-1).values.diff() > 0).all()
-    first, second = scores_NE.topk(2).indices.unbind(-1)
-    pairs = torch.bincount(first * 8 + second, minlength=64).view(8, 8).double()
-    assert (pairs.diagonal() == 0).all()
-    off = pairs[~torch.eye(8, dtype=torch.bool)]
-    expected = 20_000 / 56
-    assert ((off - expected).square() / expected).sum() < 100  # chi-square with 55 degrees of freedom: 0.02 % above
-    other = hashed_scores(torch.arange(20_000), 8, seed=4).topk(2).indices
-    assert (other[:, 0] == first).double().mean().item() == pytest.approx(1 / 8, abs=0.02)
 
 
 # ---- its place among the others ----

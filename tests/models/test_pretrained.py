@@ -62,9 +62,9 @@ def load_frozen(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Mo
 
 def test_only_the_adapters_are_trained_and_they_start_as_nothing(checkpoint: Path) -> None:
     plain, model = load_frozen(checkpoint), load_frozen(checkpoint)
-    add_adapter(model, AdapterConfig(rank=2, targets=["q_proj", "down_proj"]), seed=0)
+    add_adapter(model, AdapterConfig(rank=2), seed=0)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert len(trained) == 2 * 2 * 2 and all(".lora_" in name for name in trained)
+    assert len(trained) == 2 * 7 * 2 and all(".lora_" in name for name in trained)
     with torch.no_grad():
         assert_close(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, **SUMS)
 
@@ -219,17 +219,10 @@ def test_what_is_no_causal_language_model_is_refused(family: str, tmp_path: Path
     assert f"a {family} model is not a causal language model" in refused(str(tmp_path))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_linears_that_peft_takes_for_experts_are_refused(dropout: float) -> None:
+def test_linears_that_peft_takes_for_experts_are_refused() -> None:
     model = ARCHITECTURES["qwen3_next"]().model
-    with pytest.raises(UserError, match=r"^model\.adapter\.targets=\['\*_proj'\]: peft [^\n]*$"):
-        add_adapter(model, AdapterConfig(rank=2, dropout=dropout), 0)
-
-
-def test_a_transposed_linear_is_adapted() -> None:
-    model = ARCHITECTURES["gpt2"]().model
-    add_adapter(model, AdapterConfig(rank=2, targets=["c_attn"]), 0)
-    assert len([name for name, p in model.named_parameters() if p.requires_grad]) == 2 * 2
+    with pytest.raises(UserError, match=r"^model\.adapter\.rank=2: peft [^\n]*$"):
+        add_adapter(model, AdapterConfig(rank=2), 0)
 
 
 HEADS = {"layers.0.self_attn.rotary_emb.inv_freq": (4,), "layers.1.self_attn.masked_bias": (1,)}
@@ -360,11 +353,6 @@ def test_a_tokenizer_of_sentencepiece_names_the_package(checkpoint: Path, monkey
     monkeypatch.setattr(pretrained, "find_spec", lambda name: None if name == "sentencepiece" else True)
     with pytest.raises(UserError, match=r"tokenizer\.model: needs sentencepiece"):
         pretrained.open_tokenizer(str(checkpoint))
-
-
-def test_adapter_targets_that_match_nothing_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=r"targets=\['qkv_proj'\]: no linear has such a name; there are down_proj"):
-        add_adapter(load_frozen(checkpoint), AdapterConfig(rank=2, targets=["qkv_proj"]), 0)
 
 
 def test_no_code_of_a_checkpoints_is_run_or_asked_for(checkpoint: Path, tmp_path: Path) -> None:

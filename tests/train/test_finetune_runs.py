@@ -133,7 +133,7 @@ def test_a_fine_tuned_checkpoint_is_a_base_of_forks(
     for key in ("loss", "lr", "grad_norm_pre_clip"):
         assert [row[key] for row in rows] == [row[key] for row in want[steps:]]
     other = Forks(old)
-    config = tiny(*fork, "fork.order=1", "training.seed=1")
+    config = tiny(*fork, "training.seed=1")
     first, again = other(config, phases=()), other(config, phases=())
     assert first == again and first.losses != [row["loss"] for row in rows]
     assert not any(".base_layer." in name for name in other.base._kept[0]), "frozen weights are not kept"

@@ -32,7 +32,7 @@ FORK = [
 FORK += ["model.outlier_channels.number=1", "training.checkpoint_every=2"]
 ARMS = {
     "gnmr": [],
-    "random": ["controller.signal=random", "controller.options.active_frac=0.3", "fork.order=1", "training.seed=1"],
+    "random": ["controller.signal=random", "controller.options.active_frac=0.3", "training.seed=1"],
     "price of the input": ["controller.signal=recovery_gap", "controller.routing=ranked", "precision.low=int4"],
     "stochastic": [
         "precision.low=int4",
@@ -127,7 +127,7 @@ def test_the_parts_can_be_changed_before_the_first_step(tiny, words, forks):
 
 def test_orders_are_continuations_of_the_data(tiny, words, forks):
     def seen(order: int) -> list[int]:
-        parts = forks.parts(tiny(*words, f"fork.order={order}", f"training.seed={order}"))
+        parts = forks.parts(tiny(*words, f"training.seed={order}"))
         blocks = training_blocks(parts.config, parts.corpus, parts.branch)
         return blocks.take(40, 16)
 
@@ -257,7 +257,7 @@ def test_another_checkpoint_in_its_place_is_refused(monkeypatch):
 
 def test_what_a_fork_takes_of_its_base():
     """Model, data, optimizer and batch, but for what is typed; an arm's own keys stay."""
-    config = compose(["experiment=fork", "fork.order=2", "optim.clip_norm=1.0", "training.steps=7"])
+    config = compose(["experiment=fork", "training.seed=2", "optim.clip_norm=1.0", "training.steps=7"])
     base = base_module.open_base("shipped")
     base.check(config)
     assert (config.model, config.training.seq_len, config.optim.lr) == (base.config.model, 256, 2e-3)

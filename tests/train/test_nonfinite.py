@@ -146,8 +146,9 @@ def test_records(train, tmp_path, tampered):
     assert (folder / "DONE").exists()
 
 
-def test_a_streak_ends_the_run_which_can_go_on_when_its_cause_is_gone(train, tmp_path, tampered):
-    folder, words = tmp_path / "run", [TWO_LAYERS, "training.max_nonfinite_streak=3", "training.checkpoint_every=4"]
+def test_a_streak_ends_the_run_which_can_go_on_when_its_cause_is_gone(train, tmp_path, tampered, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STREAK", 3)
+    folder, words = tmp_path / "run", [TWO_LAYERS, "training.checkpoint_every=4"]
     want = everything(train(tmp_path / "whole", *words))
     tampered(lambda parts: spoil(parts, UNIT, set(range(5, 100))))
     with pytest.raises(RunFailed) as caught:
@@ -198,9 +199,10 @@ def test_a_validation_loss_ends_the_run(train, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "FAILED").exists() and not read_jsonl(tmp_path / "run" / "eval.jsonl")
 
 
-def test_the_streak_outlives_a_kill(train, tmp_path, tampered):
+def test_the_streak_outlives_a_kill(train, tmp_path, tampered, monkeypatch):
     """Steps 2 and 3 are saved as a streak of two; the continued run fails where the first would have."""
-    words = [TWO_LAYERS, "training.max_nonfinite_streak=4"]
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STREAK", 4)
+    words = [TWO_LAYERS]
     folder = tmp_path / "run"
     tampered(lambda parts: spoil(parts, UNIT, set(range(2, 100))))
     with pytest.raises(RunFailed, match=r"4 steps in a row .* it began at step 2 in layers"):
@@ -212,10 +214,11 @@ def test_the_streak_outlives_a_kill(train, tmp_path, tampered):
 
 
 @pytest.mark.slow
-def test_a_step_left_out_by_a_transform_is_in_no_streak(train, tmp_path):
+def test_a_step_left_out_by_a_transform_is_in_no_streak(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_NONFINITE_STREAK", 1)
     words = ["optim.transform.name=skip_step", "optim.transform.options.window=4"]
     words += ["optim.transform.options.min_values=3", "optim.transform.options.sigmas=0.3"]
-    folder = train(tmp_path / "run", "training.max_nonfinite_streak=1", "training.steps=12", *words)
+    folder = train(tmp_path / "run", "training.steps=12", *words)
     rows = read_jsonl(folder / "steps.jsonl")
     skipped = [row["step"] for row in rows if row["skipped"]]
     assert 2 <= len(skipped) <= 9 and skipped[0] >= 3  # not before min_values were seen

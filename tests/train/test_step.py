@@ -94,7 +94,6 @@ def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, t
         ["controller.warmup_frac=0.4", "controller.t_lock=2"],
         [
             "controller.alpha_init=1.3",
-            "controller.beta_init=1.2",
             "controller.init_frac=0.5",
             "training.accumulation=2",
         ],

@@ -17,7 +17,7 @@ run. Under recipes, whose wgrad reads a cast of dy_t too, the sum also includes 
 
 Source: ours, from theorem 1 and corollary 1 of arXiv 2606.00539; docs/signals.md derives it and lists the neglected
 terms. Needs gap_low and gap_recovery: one pass over each input in both formats and one over the output gradients. Two
-options reduce the cost: measure a sample of the tokens (precision.probe_tokens), or only every k-th step (`every`),
+options reduce the cost: measure a sample of the tokens (`probe_tokens`), or only every k-th step (`every`),
 with the last estimate in between. The gap changes slowly, because its causes (outlier channels, a layer's scale) do.
 
 # price: the loss in nats that recovering a unit saves now
@@ -32,7 +32,7 @@ error that recovery removes from the weight gradient, as a share of the squared 
 units but is not in nats.
 
 Source: ours; docs/price.md derives it, names prior work and compares it with the true increase of the loss. Needs
-price: casts and products of one token in `precision.price_tokens`, in the first `early` steps and then in one step in
+price: casts and products of one token in `price_tokens`, in the first `early` steps and then in one step in
 `every`.
 
 # pin_excess: lasting and transient risk from one measurement

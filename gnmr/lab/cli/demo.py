@@ -63,10 +63,8 @@ def _cells(orders: int, runs_dir: Path) -> Iterator[tuple[list[str], Config]]:
     composed = compose_arms(["sweep=demo", f"runs_dir={runs_dir}"], _ARMS)
     for order in range(orders):  # the arms of one order end together, so that an interrupted demo compares them
         for name, config in composed.items():
-            config = replace(
-                config, training=replace(config.training, seed=order), fork=replace(config.fork, order=order)
-            )
-            yield ["sweep=demo", f"arm={name}", f"fork.order={order}"], config
+            config = replace(config, training=replace(config.training, seed=order))
+            yield ["sweep=demo", f"arm={name}", f"training.seed={order}"], config
 
 
 def _run(cells: Sequence[tuple[list[str], Config]]) -> None:

@@ -36,7 +36,7 @@ from gnmr.records.reader import FILES, calibrated_trigger, read_json, read_units
 from gnmr.records.untrusted import exists, opened, reading
 
 KEYS = ("alpha", "beta", "delta", "max_o", "t_lock", "trigger")
-_NOT_OF_THE_RULE = {"name", "signal", "options", "observe", "nonfinite", "budget", "cost"}
+_NOT_OF_THE_RULE = {"name", "signal", "options", "observe", "nonfinite", "budget"}
 MAX_CELLS = 1 << 28
 """Limit on steps times units, 2 GB of norms: 1e6 steps of 84 units are a third of it."""
 _TEXT = """\

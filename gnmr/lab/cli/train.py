@@ -274,7 +274,7 @@ def _print_next(config: Config) -> None:
     from gnmr.lab.train.folder import run_folder
 
     number = config.training.seed + 1
-    repetition = f"order: fork.order={number}" if config.base is not None else f"seed: training.seed={number}"
+    repetition = f"{'seed' if config.base is None else 'order'}: training.seed={number}"
     say("\n".join(next_lines(f"{shown_command('report', run_folder(config))}; another {repetition}")))
 
 

@@ -18,14 +18,14 @@ from typing import Any
 from unicodedata import category
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from gnmr.errors import UserError, as_user_error, printable
 from gnmr.lab.config.controller import ControllerConfig
 from gnmr.lab.config.data import DataConfig
 from gnmr.lab.config.model import LLAMAS, ModelConfig
-from gnmr.lab.config.precision import USUAL, FaultsConfig, PrecisionConfig
+from gnmr.lab.config.precision import FaultsConfig, PrecisionConfig
 from gnmr.lab.config.records import RecordsConfig, ScoresConfig
 from gnmr.lab.config.training import CompressionConfig, ForkConfig, OptimConfig, TrainingConfig
 from gnmr.options import fields, guess, nearest, one_of, require
@@ -138,12 +138,9 @@ class Config:
         require(self.fork.heal == 0, "fork.heal", self.fork.heal, right)
 
     def _check_fork(self) -> None:
-        fork, seed = self.fork, self.training.seed
         if self.base is None:
-            for key, value in fields(self, "fork.heal", "fork.order").items():
-                require(value == 0, key, value, "needs base=RUN, the run to be forked")
+            require(self.fork.heal == 0, "fork.heal", self.fork.heal, "needs base=RUN, the run to be forked")
             return
-        require(seed == fork.order, "training.seed", seed, f"a fork draws by its order: leave it, or use {fork.order}")
         window = self.model.outlier_channels.window
         require(not window, "model.outlier_channels.window", window, "a fork has none: its steps count anew")
 
@@ -170,13 +167,14 @@ class Config:
 # the seed next to the hash.
 _OUTSIDE_THE_HASH = (
     "plan",  # precision.* contains the plan's content
+    "data.columns",  # `_DERIVED` contains them
     "parallel",
     "run_dir",
     "runs_dir",
     "training.seed",
-    "fork.order",
-    "training.checkpoint_every",
+    "fork.order",  # of earlier versions, as the next one
     "training.keep_checkpoints",
+    "training.checkpoint_every",
     "training.export_hf",
     "records.live",
     "records.wandb",
@@ -187,16 +185,30 @@ _OUTSIDE_THE_HASH = (
 
 
 # Earlier versions had keys for these numbers. A run with another value cannot be continued or forked.
-_CONSTANTS = {
+_HASHED_CONSTANTS = {
+    "model.adapter.targets": ["*_proj"],
+    "model.experts.routing_seed": None,
+    "controller.beta_init": None,
+    "controller.cost": "gemm",
+    "training.max_nonfinite_streak": 10,
+}
+"""Those that are part of the hash, so that the folders of runs keep their names."""
+_CONSTANTS = _HASHED_CONSTANTS | {
     "model.adapter.scaling": 16,
     "model.experts.balance_coef": 0.01,
     "model.init_std": 0.02,
     "controller.eps": 1e-8,
     "optim.eps": 1e-8,
+    "optim.options.momentum": 0.9,
     "faults.history": 16,
     "faults.seed": None,
     "compression.targets": ["*_proj"],
 }
+_COLUMNS = ("data.text_column", "data.prompt_column", "data.input_column", "data.response_column")
+_IN_PYTHON_ONLY = ("group", "outlier_threshold", "probe_tokens", "price_tokens")
+"""Fields of `PathSpec` that are not keys of `gnmr train`. Its runs have their defaults."""
+_DERIVED = ("faults.rows_frac", "faults.duration", *_COLUMNS, *(f"precision.{key}" for key in _IN_PYTHON_ONLY))
+"""Keys of earlier versions whose values now follow from other keys, or are defaults. They are part of the hash too."""
 
 
 @cache  # building the schema takes as long as the rest of `load`
@@ -221,13 +233,14 @@ def schema() -> DictConfig:
         node.precision.pins,
         node.precision.times,
         node.controller.options,
-        node.optim.options,
         node.optim.transform.options,
     ):
         OmegaConf.set_struct(free, False)  # these are checked where they are used, and their keys need no +
     node.precision.name = node.controller.name = None  # derived from the chosen values, which may not be the defaults
-    for key in USUAL["none"]:  # the defaults depend on the kind
-        node.faults[key] = None
+    node.faults.magnitude = node.faults.rate = None  # the defaults depend on the kind
+    with open_dict(node.precision):
+        for key in _IN_PYTHON_ONLY:
+            del node.precision[key]
     return node
 
 
@@ -269,7 +282,7 @@ def read(path: Path) -> Config:
             raise Damaged(
                 f"{path.parent}: was recorded by attach() in a loop of its own, and is not a run of gnmr train"
             )
-        return _load_saved(tree)
+        return load_saved(tree)
     except Damaged:
         raise
     except Exception as error:
@@ -309,20 +322,30 @@ def _with_texts_as_keys(tree: Any) -> Any:
     return [_with_texts_as_keys(value) for value in tree] if isinstance(tree, list) else tree
 
 
-def _load_saved(tree: dict[str, Any]) -> Config:
+def load_saved(tree: dict[str, Any]) -> Config:
     """Return the config of a saved tree, without the keys of earlier versions that this version does not have.
 
-    Raises ValueError if such a key had another value than the one that this version always uses.
+    Args:
+        tree: the content of a run's config.yaml.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: a value is invalid.
+        ValueError: a key of an earlier version had another value than the one that this version always uses.
     """
 
     def pruned(saved: Any, section: Any) -> Any:
         if not is_dataclass(section) or not isinstance(saved, dict):
             return saved
-        names = section.__dataclass_fields__
+        names = {*section.__dataclass_fields__}
+        if isinstance(section, PrecisionConfig):
+            names -= {*_IN_PYTHON_ONLY}
         return {key: pruned(value, getattr(section, key)) for key, value in saved.items() if key in names}
 
     config, saved = load(pruned(tree, Config())), flatten(tree)
-    constants = _CONSTANTS | fields(config, "model.norm_eps", "model.rope_theta")
+    constants = _CONSTANTS | fields(config, "model.norm_eps", "model.rope_theta", *_DERIVED)
     for key, constant in constants.items():
         if saved.get(key, constant) != constant:
             raise ValueError(f"{key}={saved[key]}: this version always uses {constant}")
@@ -370,7 +393,10 @@ def one_line(error: Exception) -> str:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return the config as nested plain dictionaries, for YAML."""
-    return asdict(config)
+    tree = asdict(config)
+    for key in _IN_PYTHON_ONLY:
+        del tree["precision"][key]
+    return tree
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -386,7 +412,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """Return the flat keys that determine a run's numbers, except the seed."""
-    return decisive(flatten(to_dict(config)))
+    return decisive(_HASHED_CONSTANTS | fields(config, *_DERIVED) | flatten(to_dict(config)))
 
 
 def decisive(flat: dict[str, Any]) -> dict[str, Any]:

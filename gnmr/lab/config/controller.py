@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import os
 from dataclasses import dataclass, fields
-from io import TextIOWrapper
-from pathlib import Path
 from typing import Any
 
-from gnmr.control.spec import COSTS, NO_CAP, ControlSpec, Rules
+from gnmr.control.spec import NO_CAP, ControlSpec, Rules
 from gnmr.control.threshold import Threshold, TwoStage, check_threshold
 from gnmr.errors import as_user_error, printable
 from gnmr.options import require, share_of, within
-from gnmr.records.untrusted import first_line, opened
-
-_LONGEST_TABLE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +25,15 @@ class ControllerConfig(Rules):
     """Threshold of dGNMR. Null switches it off."""
     alpha_init: float | None = None
     """Threshold of GNMR during the first init_frac of the steps (section 3, two stages). If null, alpha applies."""
-    beta_init: float | None = None
-    """Threshold of dGNMR during the first init_frac of the steps. If null, beta applies."""
     init_frac: float = 0.025
-    """Length of the first stage as a fraction of training.steps. It has no effect unless an *_init is set."""
+    """Length of the first stage as a fraction of training.steps. It has no effect unless alpha_init is set."""
     warmup_frac: float = 0.0
     """High-fidelity warm-up: fraction of training.steps with every unit on warmup_path before control starts."""
     max_o: int | None = 4
     """Largest number of units on the recovery path after the warm-up. If null, only the budget limits it."""
     budget: Any = None
-    """Limit on the cost of the units on the recovery path, as a fraction of recovering everything: in (0, 1], or 10%.
+    """Limit on the GEMM FLOPs of the units on the recovery path, as a fraction of the model's: in (0, 1], or 10%.
     Units are selected by risk per cost, and max_o applies too unless it is null. Null switches the budget off."""
-    cost: str = "gemm"
-    """The budget's unit of cost: gemm (FLOPs), bytes (extra bytes, Eq. 5), or a CSV file with measured times. The CSV
-    file has the columns unit and cost."""
 
     @as_user_error("controller.")
     def __post_init__(self) -> None:
@@ -63,13 +51,12 @@ class ControllerConfig(Rules):
             require(right, f"options.{key}", self.options.get(key), f"is controller.{key}")
         if self.max_o is None:
             require(self.budget is not None, "max_o", None, "null needs controller.budget, which then is the only cap")
-        for init, main in ((self.alpha_init, "alpha"), (self.beta_init, "beta")):
-            check_threshold(init, f"{main}_init", or_null=True)
-            sound = init is None or getattr(self, main) is not None
-            require(sound, f"{main}_init", init, f"needs controller.{main} too")
+        check_threshold(self.alpha_init, "alpha_init", or_null=True)
+        sound = self.alpha_init is None or self.alpha is not None
+        require(sound, "alpha_init", self.alpha_init, "needs controller.alpha too")
         within(0, 1, init_frac=self.init_frac, warmup_frac=self.warmup_frac)
         object.__setattr__(self, "budget", share_of(self.budget))
-        self._spec(1, "gemm")  # this checks the other keys
+        self.spec(1)  # this checks the other keys
 
     @property
     def cap(self) -> int:
@@ -82,48 +69,29 @@ class ControllerConfig(Rules):
 
     def spec(self, steps: int) -> ControlSpec:
         """Return the spec for a run of `steps` steps, in which fractions of the run become steps."""
-        measured = self.budget is not None and self.cost not in COSTS
-        return self._spec(steps, _table(Path(self.cost)) if measured else self.cost)
-
-    def _spec(self, steps: int, cost: str | dict[str, float]) -> ControlSpec:
-        def threshold(main: float | None, init: float | None) -> Threshold | None:
-            return main if main is None or init is None else TwoStage(init, main, round(self.init_frac * steps))
-
+        alpha: Threshold | None = self.alpha
+        if self.alpha is not None and self.alpha_init is not None:
+            alpha = TwoStage(self.alpha_init, self.alpha, round(self.init_frac * steps))
         return ControlSpec(
             **{field.name: getattr(self, field.name) for field in fields(Rules)},
             signal=self.signal,
-            alpha=threshold(self.alpha, self.alpha_init),
-            beta=threshold(self.beta, self.beta_init),
+            alpha=alpha,
+            beta=self.beta,
             warmup_steps=self.warmup_steps(steps),
             max_o=self.cap,
             budget=self.budget,
-            cost=cost if isinstance(cost, dict) or cost in COSTS else "gemm",
         )
 
     def unread(self) -> dict[str, str]:
         """Return the keys that have no effect with the other settings, each with the setting that disables it."""
         unread: dict[str, str] = {}
         if self.signal != "gnmr_delta":
-            keys = ("alpha", "alpha_init", "beta", "beta_init", "delta")
+            keys = ("alpha", "alpha_init", "beta", "delta")
             unread = dict.fromkeys(keys, f"signal={self.signal}")
         if self.warmup_frac == 0 and self.warmup_path != "recovery":
             unread["warmup_path"] = "warmup_frac=0"
-        if self.budget is None and self.cost != "gemm":
-            unread["cost"] = "budget=null"
         if self.routing == "ranked":
             unread["trigger"] = "routing=ranked"
             if self.options.get("active_frac") is None:  # with it, most risks are 0 and locked units fill up the set
                 unread["t_lock"] = "routing=ranked"
         return unread
-
-
-def _table(path: Path) -> dict[str, float]:
-    """Return {unit: cost} of a CSV file. Raises ValueError with one line if the file is invalid."""
-    try:
-        with opened(Path(os.path.realpath(path))) as file:
-            lines = TextIOWrapper(file, "utf-8").read(_LONGEST_TABLE).splitlines()
-        rows = list(csv.DictReader(lines))
-        return {row["unit"]: float(row["cost"]) for row in rows}
-    except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
-        problem = f"must be gemm, bytes or a CSV file with the columns unit and cost ({first_line(error)})"
-        raise ValueError(f"cost={path}: {problem}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, field
 
 from gnmr.errors import as_user_error
@@ -39,34 +38,26 @@ class ExpertsConfig:
     """Experts in every layer. It is 0 in the other models, which have one MLP."""
     top_k: int = 2
     """Number of experts that process each token."""
-    routing_seed: int | None = None
-    """Seed of a fixed routing, in which a hash of token, layer and seed chooses the experts. If null, the gate does."""
 
     @as_user_error("model.experts.")
     def __post_init__(self) -> None:
         whole_number(0, number=self.number)
         whole_number(top_k=self.top_k)
-        sound = self.routing_seed is None or 0 <= self.routing_seed < 2**31
-        require(sound, "routing_seed", self.routing_seed, "must lie between 0 and 2^31, or be null")
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA adapters around the linears of model=pretrained, whose weights are then frozen (E.3; peft)."""
+    """LoRA adapters around the `*_proj` linears of model=pretrained, whose weights are then frozen (E.3; peft)."""
 
     rank: int = 0
     """Rank of the adapters. With 0, there are no adapters and every weight is trained."""
     dropout: float = 0.05
     """Dropout on the adapters' inputs in training."""
-    targets: list[str] = field(default_factory=lambda: ["*_proj"])
-    """Patterns of the linears that get an adapter, as in precision.targets."""
 
     @as_user_error("model.adapter.")
     def __post_init__(self) -> None:
         whole_number(0, rank=self.rank)
         fraction(dropout=self.dropout)
-        named = [isinstance(p, str) and re.fullmatch(r"[\w.*?!\[\]-]+", p) for p in self.targets]
-        require(named and all(named), "targets", self.targets, "needs patterns of linears' names")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gnmr.conversion.path_spec import PathSpec
 from gnmr.errors import as_user_error
-from gnmr.options import fields, one_of, positive, require, whole_number, within
+from gnmr.options import one_of, positive, require, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,10 @@ USUAL: dict[str, dict[str, float]] = {
     "nan": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
     "inf": {"magnitude": 1.0, "rows_frac": 0.001, "rate": 0.5, "duration": 3},
 }
-"""The defaults of each kind of fault, which replace null in the config. In int4, a scale_up of 8 sets all values below
-57% of a row's largest value to zero; e4m3 needs about 1e4 for this effect. Under nan and inf the optimizer skips steps.
-Their windows are shorter than training.max_nonfinite_streak, so that a run without recovery does not end there."""
+"""The values of each kind of fault, of which magnitude and rate replace null in the config. In int4, a scale_up of 8
+sets all values below 57% of a row's largest value to zero; e4m3 needs about 1e4 for this effect. Under nan and inf the
+optimizer skips steps. Their windows are shorter than `MAX_NONFINITE_STREAK`, so that a run without recovery does not
+end there."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +50,34 @@ class FaultsConfig:
     """The kind of fault, or none."""
     magnitude: float | None = None
     """Strength: the factor on the scale, or the noise in grid steps. bit_flip, nan and inf have no strength. Null
-    selects the default of the kind (`USUAL`), here and in rows_frac, rate and duration."""
-    rows_frac: float | None = None
-    """Fraction of the rows (tokens) of a unit's input that are hit."""
+    selects the default of the kind (`USUAL`), here and in rate."""
     targets: list[str] = field(default_factory=lambda: ["*"])
     """Patterns of the units, or of their operators, that may be hit, as in precision.targets."""
     windows: list[list[int]] = field(default_factory=list)
     """[[first step, number of steps], ...] in which every target is hit. If empty, windows are drawn from rate."""
     rate: float | None = None
     """Windows per 1,000 unit-steps, drawn for each target separately. It has no effect if windows are given."""
-    duration: int | None = None
-    """Steps of a drawn window."""
 
     @as_user_error("faults.")
     def __post_init__(self) -> None:
         one_of(USUAL, kind=self.kind)
-        for key, value in USUAL[self.kind].items():
+        for key in ("magnitude", "rate"):
             if getattr(self, key) is None:
-                object.__setattr__(self, key, value)
-        positive(**fields(self, "magnitude", "rows_frac"))
-        within(0, 1, rows_frac=self.rows_frac)
+                object.__setattr__(self, key, USUAL[self.kind][key])
+        positive(magnitude=self.magnitude)
         require(self.targets, "targets", self.targets, "needs at least one pattern")
         sound = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
         require(sound, "windows", self.windows, "each must be [first step, number of steps], both 1 or more")
         within(0, 1000, rate=self.rate)
         sound = self.kind == "none" or len(self.windows) > 0 or self.rate != 0
         require(sound, "rate", self.rate, "give windows, or a rate above 0")
-        whole_number(duration=self.duration)
+
+    @property
+    def rows_frac(self) -> float:
+        """Fraction of the rows (tokens) of a unit's input that are hit."""
+        return USUAL[self.kind]["rows_frac"]
+
+    @property
+    def duration(self) -> int:
+        """Steps of a drawn window."""
+        return int(USUAL[self.kind]["duration"])

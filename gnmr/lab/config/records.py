@@ -19,14 +19,12 @@ class ScoresConfig:
     """Steps between further scorings. If null, the model is scored only at the end."""
     limit: int | None = None
     """Largest number of items per task, or per subject of mmlu. If null, all items are used."""
-    shots: int | None = None
-    """Examples in the prompts of gsm8k and mmlu. If null, there are 5."""
+    batch_size: int = 8
+    """Inputs per forward pass."""
     data: str | None = None
     """Folder of task definitions for lm-eval (its include_path). If null, the definitions of lm-eval are used."""
     path: str = "16bit"
     """Path in force while scoring: 16bit, or low for the run's low-cost path."""
-    batch_size: int = 8
-    """Inputs per forward pass."""
 
     @as_user_error("scores.")
     def __post_init__(self) -> None:
@@ -34,7 +32,6 @@ class ScoresConfig:
             one_of(TASKS, tasks=task)
         one_of(("16bit", "low"), path=self.path)
         whole_number(or_null=True, **fields(self, "every", "limit"))
-        whole_number(0, or_null=True, shots=self.shots)
         whole_number(batch_size=self.batch_size)
 
 

@@ -21,7 +21,8 @@ class TrainingConfig:
     accumulation: int = 1
     """Micro-batches per step. A step has seq_len * batch_size * accumulation tokens."""
     seed: int = 0
-    """Seed of initialization, data order and stochastic rounding."""
+    """Seed of initialization, data order and stochastic rounding. In a fork, 0 continues the data in the order of the
+    base, and other values draw a new order for the rest of the epoch."""
     dtype: str = "bfloat16"
     """Dtype of weights, gradients and optimizer state: bfloat16 (the paper) or float32."""
     device: str = "auto"
@@ -34,10 +35,7 @@ class TrainingConfig:
     eval_sequences: int = 64
     """Validation blocks, which are the same for all arms."""
     checkpoint_every: int = 100
-    """Steps between checkpoints. The last step is always saved."""
-    keep_checkpoints: int = 2
-    max_nonfinite_streak: int = 10
-    """Number of consecutive skipped steps (non-finite loss or gradient) after which the run ends as FAILED."""
+    """Steps between checkpoints, of which the last two are kept. The last step is always saved."""
     activation_checkpointing: bool = False
     """Recompute each block's forward pass during the backward pass."""
     compile: bool = False
@@ -48,8 +46,8 @@ class TrainingConfig:
 
     @as_user_error("training.")
     def __post_init__(self) -> None:
-        whole_number(**fields(self, "steps", "seq_len", "batch_size", "accumulation", "max_nonfinite_streak"))
-        whole_number(**fields(self, "eval_every", "eval_sequences", "checkpoint_every", "keep_checkpoints"))
+        whole_number(**fields(self, "steps", "seq_len", "batch_size", "accumulation"))
+        whole_number(**fields(self, "eval_every", "eval_sequences", "checkpoint_every"))
         whole_number(or_null=True, **fields(self, "threads"))
         require(self.threads is None or self.threads <= 4096, "threads", self.threads, "must be 4096 or less")
         require(0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")
@@ -78,8 +76,6 @@ class OptimConfig:
 
     name: str = "adamw"
     """adamw or scale."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the optimizer. adamw has none; scale has momentum, of the head's gradient (0.9)."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     lr: float = 1e-3
     """Peak learning rate, 1e-30 to 1000."""
@@ -101,9 +97,6 @@ class OptimConfig:
         adam = self.name == "adamw"
         sound = adam or self.transform.name != "stable_spam"
         require(sound, "transform.name", self.transform.name, "resets Adam's moments; it needs optim.name=adamw")
-        require(not adam or not self.options, "options", self.options, "adamw has none")
-        if not adam:
-            object.__setattr__(self, "options", {"momentum": 0.9} | self.options)
         # The bounds are far beyond useful values and within FP32's range: all factors of a step are finite and nonzero.
         within(1e-30, 1e3, **fields(self, "lr"))
         sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
@@ -123,14 +116,10 @@ class ForkConfig:
 
     heal: int = 0
     """Steps in 16 bits after the training.steps steps of the arm."""
-    order: int = 0
-    """Continuation of the data: 0 is the order of the base, other values draw a new order for the rest of the epoch.
-    The key works like a seed: it is not part of the hash, and training.seed equals it."""
 
     @as_user_error("fork.")
     def __post_init__(self) -> None:
-        for key, value in fields(self, "heal", "order").items():
-            require(0 <= value < 2**62, key, value, "must lie between 0 and 2^62")
+        require(0 <= self.heal < 2**62, "heal", self.heal, "must lie between 0 and 2^62")
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ def _plain(rows: Rows, config: DataConfig, skipped: Skipped) -> Iterator[Example
     blank = 0
     for number, row in enumerate(rows):
         if number == 0:
-            _check_column(row, config.text_column, "data.text_column")
+            _check_column(row, config.text_column)
         if (text := _text(row, config.text_column, optional=True)).strip():
             yield Example("", text)
         else:
@@ -307,18 +307,18 @@ def _prompted(rows: Rows, config: DataConfig, skipped: Skipped) -> Iterator[Exam
         if config.name == "gsm8k":
             yield Example(f"Question: {_text(row, 'question')}\nAnswer:", f" {_text(row, 'answer')}")
             continue
-        for column, key in ((config.prompt_column, "prompt"), (config.response_column, "response")):
-            _check_column(row, column, f"data.{key}_column")
+        for column in (config.prompt_column, config.response_column, config.input_column):
+            if column is not None:
+                _check_column(row, column)
         prompt = _text(row, config.prompt_column)
         if config.input_column is not None:
-            _check_column(row, config.input_column, "data.input_column")
             prompt += _spaced(prompt, _text(row, config.input_column, optional=True))
         yield Example(prompt, _spaced(prompt, _text(row, config.response_column)))
 
 
-def _check_column(row: Row, column: str, key: str) -> None:
+def _check_column(row: Row, column: str) -> None:
     if column not in row.cells:
-        raise UserError(f"{row.where}: no column {column!r}; {key} must be one of {named(row.cells)}")
+        raise UserError(f"{row.where}: no column {column!r}; data.columns must be of {named(row.cells)}")
 
 
 def _text(row: Row, column: str, optional: bool = False) -> str:

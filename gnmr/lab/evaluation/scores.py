@@ -33,7 +33,7 @@ LM_EVAL_TASK = {"gsm8k": "gsm8k", "mmlu": "mmlu", "hellaswag": "hellaswag", "wik
 FOLDERS = {"mmlu": "mmlu/default"}
 """Folder of lm-eval's definition of a task, if it differs from the task's name."""
 SHOTS = {"gsm8k": 5, "mmlu": 5}
-"""Default number of examples in a prompt, if scores.shots is null."""
+"""Number of examples in a prompt."""
 BLOCK = 2048
 """Tokens per block of token_perplexity, unless the model's context is shorter."""
 
@@ -141,7 +141,7 @@ def _scored(parts: Parts, name: str) -> dict[str, Any]:
     size = 1 if from_scratch and name == "gsm8k" else config.batch_size
     lm = HFLM(_Live(parts), backend="causal", tokenizer=_tokenizer(parts), batch_size=size)
     manager, tasks = _loaded(parts, name)
-    shots = SHOTS.get(name, 0) if config.shots is None or name not in SHOTS else config.shots
+    shots = SHOTS.get(name, 0)
     few = {"num_fewshot": shots, "limit": config.limit}
     results: Any = simple_evaluate(lm, tasks=[LM_EVAL_TASK[name]], task_manager=manager, log_samples=False, **few)
     row = results.get("groups", {}).get(LM_EVAL_TASK[name]) or results["results"][LM_EVAL_TASK[name]]

@@ -23,10 +23,6 @@ linear of a separate type that no `*_proj` matches. It is stored in the run's dt
 L is 1 for an even load, and E if one expert receives all tokens. The gradient flows only through P. Training adds
 `balance_coef` times the sum over the layers (`auxiliary_loss`), which reported losses exclude.
 
-**Fixed routing** (`routing_seed`): a hash of the token's id, the layer and the seed chooses the experts (hash layers,
-Roller et al., arXiv 2106.04426). Arms with different weights then send every token to the same experts. The weights w_e
-still come from the gate, over the chosen experts. The balancing loss has no effect here and is not added.
-
 **Synchronization:** the host needs the slices' lengths, so on a GPU it waits once per layer. A grouped GEMM on stacked
 weights would avoid the wait, but experts could not be switched individually. Under torch.compile, the mixture runs
 between the graphs.
@@ -71,23 +67,22 @@ class ExpertRouter(nn.Linear):
 
 
 class MoEMLP(nn.Module):
-    """The mixture of layer `index`: x_BTD and, for a fixed routing, tokens_BT -> (y_BTD, ExpertShares)."""
+    """The mixture of a layer: x_BTD -> (y_BTD, ExpertShares)."""
 
-    def __init__(self, config: ModelConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         options = config.experts
         self.top_k = options.top_k
         # With one choice each normalized weight would be 1, and the gate could not learn.
         self.normalized = options.top_k > 1
-        self.seed = None if options.routing_seed is None else options.routing_seed * config.num_layers + index
         self.router = ExpertRouter(config.hidden_size, options.number)
         self.experts = nn.ModuleList(GELUMLP(config) for _ in range(options.number))
 
     @torch.compiler.disable
-    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, ExpertShares]:
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, ExpertShares]:
         """Map x_BTD to (y_BTD, ExpertShares). On a GPU, wait once for the number of tokens of each expert."""
         x_ND = x_BTD.flatten(0, 1)
-        weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND, tokens_BT)
+        weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND)
         order_R = expert_Nk.flatten().argsort(stable=True)
         token_R = order_R // self.top_k
         row_R = torch.arange(len(order_R), device=order_R.device)
@@ -101,15 +96,11 @@ class MoEMLP(nn.Module):
         y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
         return y_ND.view_as(x_BTD), ExpertShares(count_E / len(order_R), balance_loss)
 
-    def route(self, x_ND: Tensor, tokens_BT: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (weight_Nk in FP32, expert_Nk int64, assignments count_E int64, balancing loss)."""
         logits_NE = self.router(x_ND)
         num_experts = logits_NE.shape[-1]
-        scores_NE = logits_NE.detach()
-        if self.seed is not None:
-            assert tokens_BT is not None, "a fixed routing needs the tokens"
-            scores_NE = hashed_scores(tokens_BT.flatten(), num_experts, self.seed)
-        expert_Nk = scores_NE.topk(self.top_k, dim=-1).indices
+        expert_Nk = logits_NE.detach().topk(self.top_k, dim=-1).indices
         p_NE = _softmax(logits_NE)
         if self.normalized:  # p_e / sum of the chosen p, without a sum that can underflow
             weight_Nk = _softmax(logits_NE.gather(-1, expert_Nk))
@@ -126,11 +117,11 @@ class MoEMLP(nn.Module):
 
 
 class MoEBlock(Block):
-    """A block whose MLP is a mixture: (x_BTD, tokens_BT) -> (x_BTD, ExpertShares)."""
+    """A block whose MLP is a mixture: x_BTD -> (x_BTD, ExpertShares)."""
 
-    def forward(self, x_BTD: Tensor, tokens_BT: Tensor | None = None) -> tuple[Tensor, ExpertShares]:  # type: ignore[override]
+    def forward(self, x_BTD: Tensor, beside: Any = None) -> tuple[Tensor, ExpertShares]:  # type: ignore[override]
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), None)
-        y_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD), tokens_BT)
+        y_BTD, routing = self.mlp(self.post_attention_layernorm(x_BTD))
         return x_BTD + y_BTD, routing
 
 
@@ -146,12 +137,8 @@ class MoE(GPT):
 
     def block(self, index: int) -> Block:
         width, eps = self.config.hidden_size, self.config.norm_eps
-        attn, mlp = Attention(self.config, bias=True), MoEMLP(self.config, index)
+        attn, mlp = Attention(self.config, bias=True), MoEMLP(self.config)
         return MoEBlock(nn.LayerNorm(width, eps), attn, nn.LayerNorm(width, eps), mlp)
-
-    def embed(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor | None]:
-        x_BTD, _ = super().embed(tokens_BT)
-        return x_BTD, None if self.config.experts.routing_seed is None else tokens_BT
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         self.routings = []
@@ -164,7 +151,7 @@ class MoE(GPT):
 
     @property
     def auxiliary_loss(self) -> Tensor | None:  # type: ignore[override]
-        if self.config.experts.routing_seed is not None or not self.routings:
+        if not self.routings:
             return None
         return self.balance_coef * torch.stack([routing.balance_loss for routing in self.routings]).sum()
 
@@ -196,19 +183,6 @@ class MoE(GPT):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and deepcopy, without the graph of the last step."""
         return {**self.__dict__, "routings": []}
-
-
-def hashed_scores(tokens_N: Tensor, num_experts: int, seed: int) -> Tensor:
-    """Return (N, E) int64: a score of every expert for every token id, which depends only on the id, expert and `seed`.
-
-    It is a bijective mix of 32 bits, so no two experts have the same score for a token.
-    """
-    mask = 0xFFFFFFFF
-    key_NE = tokens_N.unsqueeze(1) * num_experts + torch.arange(num_experts, device=tokens_N.device)
-    key_NE = (key_NE + (seed * 0x9E3779B9 & mask)) & mask
-    for _ in range(2):
-        key_NE = ((key_NE >> 16) ^ key_NE) * 0x45D9F3B & mask
-    return (key_NE >> 16) ^ key_NE
 
 
 def _lengths(count_E: Tensor, total: int) -> list[int]:

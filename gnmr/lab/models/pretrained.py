@@ -50,6 +50,7 @@ MAX_LAYERS = 1000  # upper limit for config.json; the deepest known models have 
 MAX_TOKENS = 2**30  # for a model without a length limit (recurrent, ALiBi)
 _LORA_ALPHA = 16
 """The output of an adapter is multiplied by this number over the adapter's rank (E.3)."""
+_LORA_TARGETS = ("*_proj",)
 _DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes, as named by safetensors, of weights without a quantization_config."""
 _DEQUANTIZED = ("fp8", "mxfp4")
@@ -315,10 +316,10 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
     from transformers.pytorch_utils import Conv1D
 
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    chosen, unmatched = select(linears, adapter.targets)
+    chosen, unmatched = select(linears, _LORA_TARGETS)
     if unmatched:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
-        raise UserError(f"model.adapter.targets={unmatched}: no linear has such a name; there are {', '.join(kinds)}")
+        raise UserError(f"model.adapter.rank={adapter.rank}: no linear is named *_proj; there are {', '.join(kinds)}")
     with quiet(), torch.random.fork_rng(devices=[]):
         from peft import LoraConfig
 
@@ -330,14 +331,14 @@ def add_adapter(model: nn.Module, adapter: AdapterConfig, seed: int) -> None:
             target_modules=chosen,
             task_type="CAUSAL_LM",
         )
-        where = f"model.adapter.targets={adapter.targets}"
+        where = f"model.adapter.rank={adapter.rank}"
         try:
             model.add_adapter(lora)  # type: ignore[operator]
         except Exception as error:  # peft raises many types
-            raise UserError(f"{where}: peft cannot adapt them ({first_line(error)}); name others") from error
+            raise UserError(f"{where}: peft cannot adapt the *_proj linears ({first_line(error)})") from error
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     if wrong := sorted(adapted ^ {*chosen}):
-        raise UserError(f"{where}: peft adapts other parameters in their place ({', '.join(wrong[:2])}); name others")
+        raise UserError(f"{where}: peft adapts other parameters than the *_proj linears ({', '.join(wrong[:2])})")
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             layer.cast_input_dtype_enabled = False  # type: ignore[assignment]

@@ -21,11 +21,11 @@ from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.statistics import Family, Losses, Result, Share, adjusted, gap_closed, judge, paired
 
 _WHAT_AN_ARM_IS = ("precision.", "controller.", "compression.", "records.", "arm")
-_OF_CASTS = tuple(f"precision.{key}" for key in ("group", "exclude", "backend", "weights", "outlier_threshold"))
+_OF_CASTS = ("precision.exclude", "precision.backend", "precision.weights")
 _QUANTIZER = ("precision.site", "precision.rounding", "precision.targets", *_OF_CASTS)
 """Keys of what a path does besides its format, and of the operators that have it."""
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
-_ROUTING = ("controller.", "records.", "precision.probe_tokens", "precision.price_tokens")
+_ROUTING = ("controller.", "records.")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
 _BUDGET = ("controller.budget", "controller.cost")
 SAME_BUDGET = 0.1

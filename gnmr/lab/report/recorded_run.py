@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from gnmr.errors import UserError
 from gnmr.lab import config
 from gnmr.records.reader import MAX_UNITS, check_rows, check_units, read_json, read_jsonl, read_units
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, unit_schema
@@ -199,7 +198,7 @@ def load(folder: Path) -> Run:
         parsed = _parsed(tree)
         settings = config.identity(parsed)
         arm, digest, seed = parsed.arm_name, config.config_hash(parsed), parsed.training.seed
-    except UserError:
+    except ValueError:
         with reading(folder / "config.yaml"):
             flat = {"controller.hold": 1} | config.flatten(tree)
             settings = config.decisive(flat)
@@ -224,15 +223,15 @@ def _parsed(tree: dict[str, Any]) -> config.Config:
     """The runs of an arm differ in their seed; the rest, most of the time that a report takes, is checked once."""
     training: Any = tree.get("training")
     seed = training.get("seed") if isinstance(training, dict) else None
-    if type(seed) is not int or tree.get("base"):  # a fork's seed is checked against its order
-        return config.load(tree)
+    if type(seed) is not int or tree.get("base"):  # a fork's base is checked
+        return config.load_saved(tree)
     arm = _of_arm(json.dumps(tree | {"training": training | {"seed": 0}}, default=str))
     return replace(arm, training=replace(arm.training, seed=seed))
 
 
 @lru_cache(maxsize=512)
 def _of_arm(tree: str) -> config.Config:
-    return config.load(json.loads(tree))
+    return config.load_saved(json.loads(tree))
 
 
 _OF_A_STEP = ("training.seq_len", "training.batch_size", "training.accumulation")

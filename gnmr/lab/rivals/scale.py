@@ -31,6 +31,8 @@ from gnmr.attachment.ranks.reduce import DistributedRanks, counts, is_sharded, l
 from gnmr.lab.config import OptimConfig
 from gnmr.options import fraction, positive, require
 
+_HEAD_MOMENTUM = 0.9
+
 
 class SCALE(torch.optim.Optimizer):
     """The SCALE optimizer of this module's docstring.
@@ -132,13 +134,11 @@ class SCALE(torch.optim.Optimizer):
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0, old, new))
 
 
-def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9) -> SCALE:
+def build_scale(model: nn.Module, config: OptimConfig) -> SCALE:
     """Return SCALE over the trainable parameters of `model`. Norm gains and biases (1-D) are not decayed.
 
-    `momentum` applies to the head: the module `lm_head`, or the tied token embedding `embed_tokens` without it. Raises
-    ValueError for an invalid momentum.
+    The momentum applies to the head: the module `lm_head`, or the tied token embedding `embed_tokens` without it.
     """
-    fraction(momentum=momentum)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(name, p) for name, p in named if p.ndim >= 2]
@@ -149,7 +149,7 @@ def build_scale(model: nn.Module, config: OptimConfig, *, momentum: float = 0.9)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in without_heads if id(p) not in embeddings]},
         {"params": [p for p in without_heads if id(p) in embeddings], "output_dim": 1},
-        {"params": [p for _, p in matrices if id(p) in heads], "momentum": momentum},
+        {"params": [p for _, p in matrices if id(p) in heads], "momentum": _HEAD_MOMENTUM},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     first, second = config.betas

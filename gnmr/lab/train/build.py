@@ -134,7 +134,7 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
         corpus = open_data(config, say, base)
         # Again with the size of the vocabulary, which the first estimate could only bound.
         refuse_run(config, device, corpus.vocab_size)
-        branch = None if base is None else base.branch(config.fork.order, corpus.fingerprint, say)
+        branch = None if base is None else base.branch(config.training.seed, corpus.fingerprint, say)
         blocks = training_blocks(config, corpus)  # raises UserError if the corpus is shorter than a block
         blocks.check(config.training.batch_size, config.training.seq_len)
         validation(config, corpus, 1)
@@ -385,8 +385,7 @@ def build_faults(config: Config, converted: ConvertedModel) -> FaultSchedule | N
     faults, training = config.faults, config.training
     if faults.kind == "none":
         return None
-    assert faults.magnitude is not None and faults.rows_frac is not None and faults.rate is not None
-    assert faults.duration is not None
+    assert faults.magnitude is not None and faults.rate is not None
     with as_user_error("faults: "):
         return FaultSchedule(
             converted,

@@ -167,7 +167,7 @@ def _unscored(config: Config, folder: Path) -> str | None:
     scored = {name for row in rows if row["step"] == config.total_steps for name in row.get("tasks", ())}
     if missing := [name for name in config.scores.tasks if name not in scored]:
         return f"scores.tasks=[{','.join(missing)}]: the run is done without these scores"
-    for key in ("path", "shots", "limit"):
+    for key in ("path", "limit"):
         wanted, taken = getattr(config.scores, key), getattr(before, key)
         if wanted != taken:
             return f"scores.{key}={_word(wanted)}: the scores of the run were taken with {_word(taken)}"

@@ -1,7 +1,7 @@
 """Forks in one process: many arms from one base, without run folders.
 
     forks = Forks("shipped")                                        # or a run folder, checked and read once
-    config = forks.config("precision.low=sim_e2m1", "training.steps=40", "fork.order=1")
+    config = forks.config("precision.low=sim_e2m1", "training.steps=40", "training.seed=1")
     result = forks(config)
     result.losses, result.validation["low"].high                    # nats
 
@@ -85,7 +85,7 @@ class Forks:
         config = replace(config, base=self.base.name)
         self.base.check(config)
         corpus = self._corpus(config)
-        branch = self.base.branch(config.fork.order, corpus.fingerprint, lambda _: None)
+        branch = self.base.branch(config.training.seed, corpus.fingerprint, lambda _: None)
         # The base is read from disk for the first fork; later ones copy it from memory.
         return build_parts(config, Path(), corpus, self.say, base=self.base, branch=branch, keep=True)
 

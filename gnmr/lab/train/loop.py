@@ -32,6 +32,9 @@ from gnmr.lab.views.recorder import Recorder, Silent
 from gnmr.records.reader import read_jsonl
 from gnmr.records.schema import event_rows, unit_rows
 
+MAX_NONFINITE_STREAK = 10
+"""Number of consecutive skipped steps (non-finite loss or gradient) after which a run ends as FAILED."""
+
 
 class Steps:
     """Takes the steps of a run. Call it with the step number, from 1 in ascending order."""
@@ -231,7 +234,7 @@ class Loop:
         self.recorder.events(event_rows(result.decision))
         if result.verdict is not None:
             self.recorder.verdict(verdict_row(result.verdict), str(result.verdict))
-        if counters.nonfinite_streak >= training.max_nonfinite_streak:
+        if counters.nonfinite_streak >= MAX_NONFINITE_STREAK:
             raise RunFailed(
                 f"{counters.nonfinite_streak} steps in a row had a non-finite loss or gradient; it began at step "
                 f"{self._streak_began} in {self._streak_unit}; weights are those of step {self._streak_began - 1}"

@@ -8,10 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from gnmr.errors import as_user_error
 from gnmr.lab.config import OptimConfig
 from gnmr.lab.rivals.scale import build_scale
-from gnmr.lab.rivals.transforms import check_options
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -31,13 +29,10 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer of the config, with state in the parameters' dtype. Norm gains and biases (1-D) do not decay.
 
-    AdamW is fused, because its kernel can skip the update by a flag on the device (`skip_where`). Raises UserError for
-    options that SCALE does not have.
+    AdamW is fused, because its kernel can skip the update by a flag on the device (`skip_where`).
     """
     if config.name == "scale":
-        with as_user_error("optim.options."):
-            check_options(build_scale, "scale", config.options)
-            return build_scale(model, config, **config.options)
+        return build_scale(model, config)
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -49,6 +49,9 @@ from gnmr.lab.train.rows import Counters, fault_rows, header, run_info
 from gnmr.lab.train.wrap import refuse_processes
 from gnmr.lab.views.recorder import Recorder, Silent
 
+KEEP_CHECKPOINTS = 2
+"""Number of checkpoints that remain in a run folder."""
+
 
 def run(
     config: Config,
@@ -120,9 +123,8 @@ def run(
 
 
 def _checkpointer(parts: Parts) -> Checkpointer:
-    keep = parts.config.training.keep_checkpoints
     state = parts.model, parts.optimizer, parts.router, _extras(parts)
-    return Checkpointer(parts.folder / "checkpoints", _owner(parts), keep, *state, world=parts.world)
+    return Checkpointer(parts.folder / "checkpoints", _owner(parts), KEEP_CHECKPOINTS, *state, world=parts.world)
 
 
 def _owner(parts: Parts) -> str:
