@@ -14,7 +14,7 @@ READY := .venv/.ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo train test test-slow test-all test-libraries attacks lint docs sweep report bench smollm2 gpu-check wheel clean
+.PHONY: help setup demo train test test-slow test-all test-libraries lint docs sweep report bench smollm2 gpu-check wheel clean
 
 help:  ## this list
 	@echo "gnmr: runtime stability control for low-precision language model training"
@@ -65,9 +65,6 @@ test-all: $(READY)  ## every test once, some 10 minutes on two cores: make test 
 
 test-libraries: .libraries/.ready  ## the exports, read by the libraries that they are for (tests/libraries.txt): pytest ARGS
 	PYTHONPATH=.libraries $(BIN)/python -m pytest -m slow tests/doctor/test_export_libraries.py $(ARGS)
-
-attacks: $(READY)  ## attack runs: kills, damaged files, full disks (tests/test_attacks.py): ARGS
-	$(PYTEST) tests/test_attacks.py -m "slow or not slow" $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and which part may import which (pyproject.toml)
 	$(BIN)/ruff check .
