@@ -221,6 +221,8 @@ def load(folder: Path) -> Run:
 
 def _parsed(tree: dict[str, Any]) -> config.Config:
     """The runs of an arm differ in their seed; the rest, most of the time that a report takes, is checked once."""
+    if tree.get("own_loop"):
+        raise ValueError("a loop of its own has another config")
     training: Any = tree.get("training")
     seed = training.get("seed") if isinstance(training, dict) else None
     if type(seed) is not int or tree.get("base"):  # a fork's base is checked
