@@ -187,29 +187,24 @@ def label_arms(comparisons: Iterable[Sequence[Arm]]) -> None:
     """Give arms of one name the settings in which they differ, with the same keys in every comparison.
 
     Keys that follow from earlier ones are left out if there are more than `_MOST_WORDS`, as a fault's rate from its
-    kind. Where still more are needed, an arm has the settings in which it is not as most arms are, or its hash.
+    kind. Where still more are needed, an arm has its hash.
     """
-    arms_by_name: dict[str, list[tuple[int, Arm]]] = defaultdict(list)
+    arms_by_name: dict[str, list[Arm]] = defaultdict(list)
     keys_by_name: dict[str, list[str]] = defaultdict(list)
-    for number, arms in enumerate(comparisons):
+    for arms in comparisons:
         for arm in arms:
-            arms_by_name[arm.name].append((number, arm))
+            arms_by_name[arm.name].append(arm)
         for name in {arm.name for arm in arms}:
             keys = keys_by_name[name]
             differing = varying(arm for arm in arms if arm.name == name)
             keys += [key for key in differing if key not in keys and key != "base"]  # the comparison's
-    for name, numbered_arms in arms_by_name.items():
-        arms, keys = [arm for _, arm in numbered_arms], keys_by_name[name]
-        words = [_words(arm, keys) for arm in arms]
+    for name, arms_of_name in arms_by_name.items():
+        keys = keys_by_name[name]
+        words = [_words(arm, keys) for arm in arms_of_name]
         if max(map(len, words)) > _MOST_WORDS:
-            keys = _independent(arms, keys)
-            words = [_words(arm, keys) for arm in arms]
-        if max(map(len, words)) > _MOST_WORDS:
-            usual = {key: Counter(repr(arm.get(key)) for arm in arms).most_common(1)[0][0] for key in keys}
-            unusual = [_words(arm, [key for key in keys if repr(arm.get(key)) != usual[key]]) for arm in arms]
-            labels = {(number, *texts) for (number, _), texts in zip(numbered_arms, unusual, strict=True)}
-            words = unusual if len(labels) == len(arms) else words
-        for arm, texts in zip(arms, words, strict=True):
+            keys = _independent(arms_of_name, keys)
+            words = [_words(arm, keys) for arm in arms_of_name]
+        for arm, texts in zip(arms_of_name, words, strict=True):
             arm.label = " ".join([name, *(texts if len(texts) <= _MOST_WORDS else [arm.runs[0].hash])])
 
 
