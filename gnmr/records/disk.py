@@ -6,7 +6,6 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -68,16 +67,6 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
             beside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-def move_folder(old: Path, new: Path) -> None:
-    """Rename a folder; copy it where overlayfs cannot rename a folder of a lower layer (EXDEV)."""
-    try:
-        old.rename(new)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        shutil.move(old, new)
 
 
 def truncate(path: Path, size: int) -> None:

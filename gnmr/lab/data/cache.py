@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from gnmr.errors import RunFailed, UserError
-from gnmr.records.disk import move_folder, no_link, of_a_file_browser, sha256
+from gnmr.records.disk import no_link, of_a_file_browser, sha256
 from gnmr.records.untrusted import content
 
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
@@ -171,7 +172,7 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
             with suppress(FileNotFoundError, Corrupt):
                 return open_folder(folder)  # another process was faster
             with suppress(FileNotFoundError):
-                move_folder(folder, Path(temporary, "damaged"))
+                shutil.move(folder, Path(temporary, "damaged"))
             new.rename(folder)
         return open_folder(folder)
     except Corrupt as reason:

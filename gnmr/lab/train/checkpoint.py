@@ -46,7 +46,7 @@ from gnmr.attachment.ranks.reduce import is_sharded, local
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import RunFailed, UserError, writing
-from gnmr.records.disk import move_folder, no_link, sha256, sync_folder
+from gnmr.records.disk import no_link, sha256, sync_folder
 
 Meta = dict[str, Any]  # meta.json: the host state, the run that owns the checkpoint, and the sha256 of every other file
 _META, _META_SUM, _INDEX = "meta.json", "meta.sha256", ".metadata"
@@ -202,7 +202,7 @@ class Checkpointer:
             aside = path.with_name(f"{path.name}.corrupt")
             with writing(path):
                 shutil.rmtree(aside, ignore_errors=True)
-                move_folder(path, aside)
+                shutil.move(path, aside)  # copies where overlayfs cannot rename a folder of a lower layer
             warnings.warn(f"{error}: set aside as {aside.name}, step {newest['step']} is taken", stacklevel=5)
         self._prune()
         return newest
