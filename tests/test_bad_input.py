@@ -20,6 +20,7 @@ CASES = {
     # what is typed behind the words of a sound run -> what the line says
     "unknown=1": "Key 'unknown' not in 'Config'",
     "training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps): did you mean steps?",
+    "fork.order=1": "(key fork.order): did you mean training.seed?",
     "++controller.alfa=3": "(key controller.alfa): did you mean alpha?",
     "word": "Error parsing override 'word': must be key=value",
     "run_dir=~/x": "Error parsing override 'run_dir=~/x': must be key=value",
@@ -159,7 +160,7 @@ def test_a_config_of_ones_own_that_is_no_yaml(gnmr, tmp_path):
     ("words", "line"),
     [
         (["report", "runs/custom", "htlm=x"], "report: unknown option 'htlm=x': did you mean html?"),
-        (["report", "runs", "strict=true"], "report: strict=true: is written --strict"),
+        (["report", "runs", "all=true"], "report: all=true: is written --all"),
         (["report"], "(gnmr report --help)"),
         (["report", "runs", "--agianst", "x"], "(gnmr report --help)"),
         (["report", "none/a=b"], "none/a=b: no such folder"),
