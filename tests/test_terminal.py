@@ -63,22 +63,6 @@ def test_output_that_cannot_be_written_is_one_line(words: list[str], tmp_path: P
     assert (ended.returncode, ended.stderr) == (2, told)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-def test_a_run_ends_well_whose_log_is_on_a_full_disk(tiny_words, tmp_path: Path) -> None:
-    words = [word for word in tiny_words if word != "records.live=off"]
-    ended = to_a_full_disk("train", *words, cwd=tmp_path)
-    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
-    assert [*tmp_path.glob("runs/*/*/DONE")]
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-def test_a_mistake_is_a_mistake_though_nobody_reads_it(tmp_path: Path) -> None:
-    with FULL.open("w") as full:
-        ended = subprocess.run([sys.executable, "-m", "gnmr", "nonsense"], stderr=full, cwd=tmp_path, timeout=60)
-    assert ended.returncode == 2
-
-
 def test_a_closed_stream_goes_nowhere(tmp_path: Path) -> None:
     command = f"{sys.executable} -m gnmr --version >&- 2>&-"
     assert subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=60).returncode == 0

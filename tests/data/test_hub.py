@@ -15,14 +15,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from small_corpora import DOCUMENTS, build, write_rows
 
 from gnmr.lab.config import DataConfig
 from gnmr.lab.data.cache import open_folder
-from gnmr.lab.data.corpora import open_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -172,28 +169,3 @@ def test_the_hub_equals_a_local_copy(hub: tuple[str, Path], config: Callable[...
     assert needed < len(streamed.train) < needed * 1.1, "more was streamed than the run needs"
     assert np.array_equal(streamed.train[:], local.train[: len(streamed.train)])
     assert np.array_equal(streamed.val[:], local.val[:])
-
-
-READER = """
-from gnmr.lab.config import DataConfig
-from gnmr.lab.data.corpora import open_corpus
-examples = open_corpus(DataConfig(name="gsm8k"))
-print([[(each.prompt, each.answer) for each in examples.read(split)] for split in ("train", "validation")])
-"""
-
-
-def test_examples_from_the_hub_equal_a_local_copy(config: Callable[..., DataConfig], tmp_path: Path) -> None:
-    """The test split, the hub's only other one, is not asked for."""
-    folder = tmp_path / "hub" / "main"
-    folder.mkdir(parents=True)
-    rows = [{"question": f"{number}?", "answer": f"#### {number}"} for number in range(41)]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train-00000-of-00001.parquet")
-    pq.write_table(pa.Table.from_pylist(rows[:3]), folder / "test-00000-of-00001.parquet")
-    splits = "".join(f"  - split: {split}\n    path: main/{split}-*\n" for split in ("train", "test"))
-    (folder.parent / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")
-    local = open_corpus(config(name="gsm8k", path=str(folder.parent)))
-    expected = [[(each.prompt, each.answer) for each in local.read(split)] for split in ("train", "validation")]
-    assert [len(examples) for examples in expected] == [39, 2]
-    with serving(folder.parent, "openai/gsm8k") as address:
-        result = run_client(tmp_path, 0, READER, HF_ENDPOINT=address)
-    assert (result.stdout, result.stderr) == (f"{expected}\n", "")

@@ -6,7 +6,6 @@ import bz2
 import gzip
 import json
 import lzma
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer, models
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
-from gnmr.lab.data import corpora
 
 Make = Callable[..., DataConfig]
 ROW = b'{"text": "the quick brown fox"}\n'
@@ -82,39 +80,6 @@ def test_parquet_columns(config: Make, tmp_path: Path) -> None:
         pq.write_table(pa.table({"text": column}), file)
         with pytest.raises(UserError, match=message):
             build(config(path=str(file)))
-
-
-MARK = b"\xef\xbb\xbf"
-READ: dict[str, bytes] = {
-    "mark.jsonl": MARK + ROWS,
-    "mark.json": MARK + json.dumps([json.loads(ROW)] * 40).encode(),
-    "windows.jsonl": ROWS.replace(b"\n", b"\r\n"),
-    "indented.json": json.dumps([json.loads(ROW)] * 40, indent=1).encode(),
-    "no_last_newline.jsonl": ROWS[:-1],
-    "without_the_column.jsonl": (ROW + b'{"other": 1}\n') * 40,
-    "members.json.gz": gzip.compress(ROW * 20) + gzip.compress(ROW * 20),
-}
-
-
-@pytest.mark.parametrize("name", READ)
-def test_read_as_what_it_says(name: str, config: Make, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(READ[name])
-    corpus = corpora.open_corpus(config(path=str(tmp_path / name)))
-    assert [example.answer for example in corpus.read("train")] == ["the quick brown fox"] * 38
-
-
-def test_text_with_a_mark_and_some_control_characters(config: Make, tmp_path: Path) -> None:
-    content = b"\x1b[31mred\0 and more\r\n\tthe end"
-    (tmp_path / "a.txt").write_bytes(MARK + content)
-    corpus = corpora.open_corpus(config(path=str(tmp_path / "a.txt")))
-    assert "".join(part.answer for split in ("train", "validation") for part in corpus.read(split)) == content.decode()
-
-
-def test_names_that_are_no_utf8(config: Make, tmp_path: Path) -> None:
-    for name in (b"train\xff.txt", b"train\n2.txt", b"left\xff\x1b[31m.txt"):
-        (tmp_path / os.fsdecode(name)).write_text("\n".join(DOCUMENTS))
-    corpus, said = build(config(path=str(tmp_path)))
-    assert len(texts(corpus, "train")) == 2 and all(line.isprintable() for line in said)
 
 
 def test_a_tokenizer_that_cannot_be_used(config: Make, corpus_file: Path, tmp_path: Path) -> None:

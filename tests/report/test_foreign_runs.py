@@ -80,17 +80,6 @@ def test_a_file_that_is_none(odd_runs: Callable[[], Path], secret: Path, capsys)
     assert SECRET not in left_out(why, capsys)
 
 
-def test_replay_follows_no_link_either(odd: Path, secret: Path, gnmr) -> None:
-    for name in ("config.yaml", "units.arrows"):
-        kept = (odd / name).read_bytes()
-        (odd / name).unlink()
-        (odd / name).symlink_to(secret)
-        assert f"{odd / name}: cannot be read (is a symbolic link)" in gnmr("replay", str(odd)).mistake
-        (odd / name).unlink()
-        (odd / name).write_bytes(kept)
-    assert gnmr("replay", str(odd)).code == 0
-
-
 def test_no_interpolation_is_resolved(odd: Path, secret: Path, capsys) -> None:
     config = odd / "config.yaml"
     config.write_text(config.read_text().replace("scale_name: cpu", "scale_name: ${oc.env:SECRET}"))

@@ -13,7 +13,6 @@ from gnmr.records.reader import read_jsonl, read_units
 pytestmark = pytest.mark.slow
 
 UP = "layers.0.mlp.up_proj"
-OUTLIERS = ["model.outlier_channels.number=2", "model.outlier_channels.gain=16.0"]
 
 
 def stress(kind: str, *windows: tuple[int, int], targets: str = "up_proj", **more: float) -> list[str]:
@@ -90,30 +89,3 @@ def test_nothing_on_the_recovery_path_is_hit(kind, rounding, train, tmp_path):
     struck = train(tmp_path / "struck", *high, *stress(kind, (1, 4), targets="*"))
     assert len(faults_of(struck)) == 7
     assert differences(plain, everything_but_faults(struck)) == []
-
-
-# ---- outlier channels that come and go ----
-
-
-def test_a_window_of_outlier_channels_changes_the_activations_and_not_the_function(train, tmp_path):
-    """On the 16-bit path, for a power of two: the first loss inside it is that of the run without, to the last bit."""
-    words = [
-        "precision.low=bf16",
-        "precision.recovery=null",
-        "training.eval_every=1",
-        "training.steps=6",
-        "optim.lr=1e-2",
-    ]
-    words += ["records.evidence=[input_std]"]
-    plain, window = train(tmp_path / "plain", *words), train(tmp_path / "w", *words, *OUTLIERS, *_window(3, 4))
-    losses = [steps_of(folder, "loss") for folder in (plain, window)]
-    assert losses[0][:3] == losses[1][:3] and losses[0][3] != losses[1][3]
-    stds = [by_unit(folder, "input_std") for folder in (plain, window)]
-    grown = [max(b[unit] / a[unit] for unit in a) > 2 for a, b in zip(*stds, strict=True)]
-    assert grown == [False, False, True, True, False, False]
-    norms = [by_unit(folder, "norm") for folder in (plain, window)]
-    assert norms[0][:2] == norms[1][:2] and norms[0][2] != norms[1][2]
-
-
-def _window(first: int, last: int) -> list[str]:
-    return [f"model.outlier_channels.window=[{first},{last}]"]
