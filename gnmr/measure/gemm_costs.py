@@ -11,8 +11,6 @@ from scipy import special
 
 _DRAWS = 1000
 """Number of bootstrap draws."""
-_SPLITS = 100
-"""Number of random halves of the batches whose orders are compared."""
 
 
 @dataclass(frozen=True)
@@ -215,54 +213,6 @@ def paired_mean(
     with np.errstate(invalid="ignore"):
         mean, error = _ratio(difference, weights)
         return mean, error, len(difference)
-
-
-@dataclass(frozen=True)
-class Stability:
-    """How stable the order of the operators by the cost of fprop is under another draw of batches."""
-
-    top: int
-    """Number of operators in the top set by price per cost, equal to the number that the plan pins."""
-    same: float
-    """Share of bootstrap draws in which the top set is the same."""
-    halves: float
-    """Spearman correlation between the prices of two halves of the batches, averaged over many splits."""
-
-    @staticmethod
-    def of(samples: np.ndarray, weights: np.ndarray, areas: np.ndarray, top: int) -> Stability:
-        """Estimate it by bootstrap and by split halves.
-
-        Args:
-            samples: nats of each fprop in each batch, (B, U).
-            weights: tokens of each batch, (B,).
-            areas: multiplications of each fprop, (U,): operators are ranked by nats per multiplication.
-            top: number of operators in the top set.
-        """
-        rng = np.random.default_rng(0)
-        drawn = bootstrap_weights(weights, rng) @ samples / areas
-        in_top = _top(weighted_mean(samples, weights)[None] / areas, top)
-        same = (_top(drawn, top) & in_top).sum(axis=1) == top
-        correlations = []
-        for _ in range(_SPLITS):
-            halves = np.array_split(rng.permutation(len(samples)), 2)
-            correlations.append(_spearman(*(weighted_mean(samples[half], weights[half]) for half in halves)))
-        return Stability(top, float(same.mean()), float(np.mean(correlations)))
-
-
-def _top(values: np.ndarray, k: int) -> np.ndarray:
-    """Return an (N, U) bool mask of the k largest values in each row."""
-    order = np.argsort(-values, axis=1, kind="stable")
-    mask = np.zeros(values.shape, dtype=bool)
-    np.put_along_axis(mask, order[:, :k], True, axis=1)
-    return mask
-
-
-def _spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return Spearman's correlation of two series without many ties; 1 if either is constant."""
-    if len(a) < 2 or any(np.ptp(x) == 0 for x in (a, b)):
-        return 1.0
-    rank_a, rank_b = (np.argsort(np.argsort(x)).astype(float) for x in (a, b))
-    return float(np.corrcoef(rank_a, rank_b)[0, 1])
 
 
 def _ratio(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

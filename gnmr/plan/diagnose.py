@@ -274,10 +274,6 @@ class _Findings:
     """Number of batches in which each operator of the model ran."""
     terms: np.ndarray
     """(B,) tokens that count."""
-    samples: np.ndarray
-    """Nats of each fprop, (B, U) by the estimate in use, or (sequences, U) measured."""
-    weights: np.ndarray
-    """Tokens that count in each sample."""
     rows: tuple[GemmCost, ...]
     unplanned: tuple[GemmCost, ...] = ()
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -317,8 +313,6 @@ class _Measurement:
             recovery=spec.recovery or "bf16",
             rows=findings.rows,
             unplanned=findings.unplanned,
-            samples=findings.samples,
-            terms=findings.weights,
             measured=PathCost.of(
                 [batch.kl for batch in costs], [batch.high for batch in costs], [batch.low for batch in costs], terms
             ),
@@ -402,8 +396,6 @@ class _Measurement:
             operators=operators,
             batches_run=batches_run,
             terms=terms,
-            samples=nats,
-            weights=terms,
             rows=self._rows(operators, samples, nats, by_sequence, alone, rescued, terms),
             unplanned=(*unplanned, *without_gradient),
             scores={
@@ -423,7 +415,6 @@ class _Measurement:
         ran = batches_run > 0
         terms = np.array([batch.terms for batch in costs], dtype=float)
         rescued = weighted_mean([batch.rescued["measured"] for batch in costs], terms)[..., ran]  # (R, U)
-        by_sequence = [np.concatenate(alone[operator.operator_name]) for operator in operators]  # (all S, 2)
         rows = []
         for column, operator in enumerate(operators):
             name = operator.operator_name
@@ -434,8 +425,6 @@ class _Measurement:
             operators=operators,
             batches_run=batches_run,
             terms=terms,
-            samples=np.stack([kls[:, 0] / kls[:, 1] for kls in by_sequence], axis=1),
-            weights=by_sequence[0][:, 1],
             rows=tuple(rows),
         )
 

@@ -26,7 +26,7 @@ from scipy import special
 
 from gnmr.errors import first_few, plural
 from gnmr.measure.coverage import Coverage
-from gnmr.measure.gemm_costs import GemmCost, PathCost, Stability, format_nats
+from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.names import Pins
 from gnmr.plan.checkpoint_names import ModelLinears
 from gnmr.plan.knapsack import (
@@ -90,10 +90,6 @@ class Diagnosis:
     """(inputs, outputs) of each operator, in the model's order."""
     rows: tuple[GemmCost, ...]
     """Every GEMM of every operator, in the model's order."""
-    samples: np.ndarray
-    """(B, U): nats that each operator's fprop costs on the low recipe in each batch, by the estimate in use."""
-    terms: np.ndarray | None = None
-    """(B,) tokens that count in each batch, the weights of all means over batches; None: equal weights."""
     measured: PathCost
     """KL and loss on the batches of the prices."""
     scores: dict[str, dict[str, float]]
@@ -475,17 +471,6 @@ class Diagnosis:
             provenance=texts | dict(provenance or {}),
         )
 
-    def stability(self) -> Stability | None:
-        """Estimate by bootstrap and split halves how often another draw of batches gives the same top set and order.
-
-        Returns None for a single batch (or sequence, where `samples` are of sequences).
-        """
-        if len(self.samples) < 2:
-            return None
-        areas = np.array([self.work.get(name) or a * b for name, (a, b) in self.operators.items()], dtype=float)
-        weights = np.ones(len(self.samples)) if self.terms is None else self.terms
-        return Stability.of(self.samples, weights, areas, top=max(1, len(self.pins or self.choice().pins)))
-
     def verdict(self) -> str:
         """Return the verdict: one sentence, and the operators and modules that it leaves out."""
         return "; ".join([_sentence(self), *_of_caches(self), *left_out(self)])
@@ -506,7 +491,6 @@ class Diagnosis:
             "labels": self.labels,
             "estimate": self.estimate,
             "coherent": [row.operator for row in self.coherent],
-            "stability": None if (stability := self.stability()) is None else vars(stability),
             "budget": self.budget,
             "rescues": list(self.rescues),
             "times": self.times,

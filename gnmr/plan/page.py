@@ -198,12 +198,6 @@ def totals(diagnosis: Diagnosis) -> list[str]:
         if tokens := token_line(diagnosis):
             lines.append(tokens)
     lines += beside(diagnosis)
-    if (stable := diagnosis.stability()) is not None:
-        order = f"rank correlation of one half of the batches with the other: {stable.halves:.2f}"
-        if not diagnosis.pins:
-            same = "the same operator is" if stable.top == 1 else f"the same {stable.top} operators are"
-            order += f"; {same} on top in {stable.same:.0%} of bootstrap draws"
-        lines.append(order)
     for gemm in ("dgrad", "wgrad") if diagnosis.estimate != "measured" else ():
         worst = [row for row in diagnosis.worst(gemm)[:3] if row.value > 0]
         errors = ", ".join(f"{row.operator} {short(row.value)} (bias {row.bias or 0.0:+.1g})" for row in worst)

@@ -60,13 +60,11 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
     rescues = ("bf16",) if given.get("against") else ("mxfp8", "bf16")
     rules |= {f"{name} alone": left for name, left in (("mxfp8", 0.18), ("bf16", 0.32)) if len(rescues) > 1}
     left = {"plan": measured(0.173 * scale)} | {name: measured(value * scale) for name, value in rules.items()}
-    samples = values * rng.lognormal(0, 0.2, (12, len(shapes)))
     options: dict[str, Any] = {
         "recipe": "nvfp4",
         "recovery": "bf16",
         "operators": shapes,
         "rows": tuple(rows),
-        "samples": samples,
         "measured": measured(0.68 * scale),
         "scores": {"mse": dict.fromkeys(shapes, 1.0), "gradient norm": dict(zip(shapes, values.tolist(), strict=True))},
         "budget": 0.1,

@@ -353,16 +353,6 @@ def test_weights_that_are_not_finite_are_named(name: str) -> None:
         gnmr.audit(model, loss_by(model), batches_of(1)[0])
 
 
-def test_stability_is_high_where_batches_agree_and_low_where_they_are_noise(found: Diagnosis) -> None:
-    worth = np.array([[100.0, 1.0, 10.0]])
-    same = replace(found, samples=np.repeat(worth, 6, axis=0)).stability()
-    assert (same.same, same.halves) == (1.0, pytest.approx(1.0))
-    noise = np.random.default_rng(0).lognormal(0.0, 3.0, (6, 3)) * [2048, 2048, 512]
-    torn = replace(found, samples=noise).stability()
-    assert torn.same < 0.9 and torn.halves < 0.7
-    assert found.stability().top == len(found.plan().pins)
-
-
 def keep(seen: dict[str, list[Tensor]], name: str, _module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
     output.retain_grad()
     seen[name] = [inputs[0], output]
