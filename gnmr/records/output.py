@@ -1,4 +1,4 @@
-"""Write the files that the user names: a file is replaced atomically; a device or a pipe is written to."""
+"""Write the files that the user names: a file is replaced atomically, and nothing else is written to."""
 
 from __future__ import annotations
 
@@ -17,24 +17,19 @@ from gnmr.records.append import as_json
 
 
 @contextmanager
-def replacing(path: Path, label: object = None, follow: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, label: object = None) -> Iterator[BinaryIO]:
     """Open a file to write to; `path` gets the new content at the end of the block, and keeps the old one on an error.
 
     Args:
-        path: a file, which is replaced, or a character device or a pipe, which is opened. A symbolic link to a device
-            or a pipe is followed; one to a file is refused.
+        path: a file, which is replaced.
         label: how messages name the path.
-        follow: False in a folder that others made: only regular files are accepted there.
 
     Raises:
-        UserError: if the path cannot be written.
+        UserError: if the path is a link, or is no file, or cannot be written.
     """
     label = path if label is None else label
     with writing(label):
-        if _is_device(path, label, follow):
-            with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb") as file:
-                yield file
-            return
+        _refuse_other(path, label)
         beside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.writing")
         with disk.replacing(path, beside) as file:
             with suppress(OSError):  # its permissions stay as they were
@@ -42,37 +37,30 @@ def replacing(path: Path, label: object = None, follow: bool = True) -> Iterator
             yield file
 
 
-def check(path: Path, label: object = None, follow: bool = True) -> None:
+def check(path: Path, label: object = None) -> None:
     """Raise UserError if `replacing` would refuse the path; called before there is anything to write."""
     label = path if label is None else label
     with writing(label):
-        if _is_device(path, label, follow):
-            return
+        _refuse_other(path, label)
         if not path.parent.is_dir():
             raise UserError(f"{label}: must be a file in a folder that exists")
         TemporaryFile(dir=path.parent).close()
 
 
-def _is_device(path: Path, label: object, follow: bool) -> bool:
-    """Return True if `path` is written to instead of being replaced. Raises UserError if neither is possible."""
-    try:
-        kind = stat.S_IFMT(os.stat(path, follow_symlinks=follow).st_mode)
-    except FileNotFoundError:
-        kind = stat.S_IFREG
-    device = follow and kind in (stat.S_IFCHR, stat.S_IFIFO)
-    if not device and kind != stat.S_IFREG:
-        raise UserError(f"{label}: must be a file in a folder that exists, and is something else")
-    if not device and path.is_symlink():
+def _refuse_other(path: Path, label: object) -> None:
+    """Raise UserError if something other than a file has this name. A link could lead to a file of somebody else."""
+    if path.is_symlink():
         raise UserError(f"{label}: is a symbolic link; name the file itself")
-    return device
+    if path.exists() and not path.is_file():
+        raise UserError(f"{label}: must be a file in a folder that exists, and is something else")
 
 
-def write_text(path: Path, text: str, label: object = None, follow: bool = True) -> None:
+def write_text(path: Path, text: str, label: object = None) -> None:
     """Write UTF-8 text; see `replacing`."""
-    with replacing(path, label, follow) as file:
+    with replacing(path, label) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
-def write_json(path: Path, tree: dict[str, Any], label: object = None, follow: bool = True) -> None:
+def write_json(path: Path, tree: dict[str, Any], label: object = None) -> None:
     """Write a JSON object; see `replacing`."""
-    write_text(path, as_json(tree), label, follow)
+    write_text(path, as_json(tree), label)

@@ -388,8 +388,8 @@ def _write(diagnosis: Diagnosis, origin: dict[str, Any], options: Namespace, pla
         with writing(f"out={options.out}"):
             options.out.mkdir(exist_ok=True)
         for name, content in files.items():
-            output.write_text(options.out / name, content, f"out={options.out / name}", follow=False)
+            output.write_text(options.out / name, content, f"out={options.out / name}")
         numbers = options.out / NUMBERS
-        output.write_json(numbers, origin | diagnosis.tree(), f"out={numbers}", follow=False)
+        output.write_json(numbers, origin | diagnosis.tree(), f"out={numbers}")
         lines.append(f"files: {', '.join([*files, NUMBERS])} in {options.out}")
     return lines

@@ -57,9 +57,9 @@ def main(argv: list[str]) -> int:
     with writing(f"out={out}"):
         out.mkdir(exist_ok=True)
     for name in files:  # all are checked before any is written
-        output.check(out / name, f"out={out / name}", follow=False)
+        output.check(out / name, f"out={out / name}")
     for name, text in files.items():
-        output.write_text(out / name, text, f"out={out / name}", follow=False)
+        output.write_text(out / name, text, f"out={out / name}")
     terminal = Terminal()
     for line in (*lines, f"files: {', '.join(files)} in {out}"):
         print_plain(terminal, printable(line))

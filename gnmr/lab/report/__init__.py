@@ -47,7 +47,7 @@ def report(
     root = _common(paths)
     folder = root / "report" if out is None else out
     page = folder / "report.html" if html is None else html
-    _check_places(folder, page, default_folder=out is None, named_page=html is not None)
+    _check_places(folder, page, default_folder=out is None)
     left_out: dict[Path, str] = {}
 
     # A damaged run is left out with a warning, and the report is about the others.
@@ -80,8 +80,8 @@ def report(
         losses = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
         leads = [f"**{as_markdown(name)}.** {as_markdown(sentence)}\n" for name, sentence in sentences]
         sections = ["# Report\n", *leads, *(table.markdown() for table in tables), *losses]
-        output.write_text(folder / "report.md", "\n".join(sections), follow=False)
-        output.write_text(page, html_text, follow=html is not None)
+        output.write_text(folder / "report.md", "\n".join(sections))
+        output.write_text(page, html_text)
     finally:
         # Sentences and tables are printed even if a file could not be written.
         name_each = len(sentences) > 1 and everything
@@ -97,16 +97,16 @@ def report(
         print_plain(console, printable(line))
 
 
-def _check_places(folder: Path, page: Path, *, default_folder: bool, named_page: bool) -> None:
+def _check_places(folder: Path, page: Path, *, default_folder: bool) -> None:
     """Raise UserError if the report cannot be written. A link below the runs' folder may be another user's."""
     with writing(page):
         if page.is_dir():
             raise UserError(f"{page}: is a folder; the page is a file, such as {page / 'report.html'}")
     if default_folder and folder.is_symlink():
         raise UserError(f"{folder}: is a symbolic link; name the folder for the report with out=DIR")
-    for file, follow in ((page, named_page), (folder / "report.md", False)):
+    for file in (page, folder / "report.md"):
         if file.parent.is_dir():
-            output.check(file, follow=follow)
+            output.check(file)
 
 
 def _load_checked(place: Path) -> Run:
