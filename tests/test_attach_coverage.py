@@ -148,10 +148,7 @@ def test_a_resumed_controller_keeps_the_count() -> None:
     state, costs = controller.state_dict(), [unit.cost for unit in controller.units]
     twin = Model()
     other = attach(twin, **PATHS, signal="always_high", budget=0.3, max_o=NO_CAP)
-    fresh = [unit.cost for unit in other.units]
-    with pytest.raises(ValueError, match="work"):
-        other.load_state_dict({**state, "work": [1]})
-    assert [unit.cost for unit in other.units] == fresh != costs
+    assert [unit.cost for unit in other.units] != costs
     other.load_state_dict(state)
     assert [unit.cost for unit in other.units] == costs and other.active == controller.active
     assert not any(module._forward_hooks for module in twin.modules())
@@ -189,16 +186,6 @@ def test_what_activation_checkpointing_recomputes_counts_once(reentrant: bool) -
     assert controller.converted.cost.work is not None
     assert controller.converted.cost.work.outside == 64 * (2 * 64 + HEAD)
     assert sum(controller.converted.cost.work.operators) == 64 * 2 * (BLOCK - 64)
-
-
-def test_a_part_that_runs_with_gradients_in_its_recomputation_alone_is_counted() -> None:
-    model = Model()
-    controller = attach(model.layers[0], **PATHS, signal="always_low")
-    for _ in range(2):
-        checkpoint(model.layers[0], model.table(TOKENS), use_reentrant=True).sum().backward()
-    controller.step()
-    assert controller.converted.cost.work is not None
-    assert sum(controller.converted.cost.work.operators) == 2 * 64 * (BLOCK - 64)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

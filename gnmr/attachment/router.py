@@ -571,7 +571,8 @@ class Router:
             self.converted.check_state(state.get("converted"))  # before the count, which covers as many operators
         before = self.converted.cost.work
         if self._counts_itself and isinstance(state, Mapping) and state.get("work") is not None:
-            self._recount(self._work_of(state["work"]))  # the active set has to fit the budget of that time
+            *of_operators, outside = state["work"]
+            self._recount(Work(tuple(of_operators), outside))  # the active set has to fit the budget of that time
         try:
             if self.converted.cost.work is not None:  # otherwise the first step counts, and checks then
                 self.controller.check_budget()
@@ -591,10 +592,3 @@ class Router:
             self._counting = None
         self.converted.load_state_dict(state["converted"])
         self._begin()
-
-    def _work_of(self, counts: Any) -> Work:
-        """Return the counts as `Work`. Raises ValueError if they are not a count of these operators."""
-        valid = isinstance(counts, list | tuple) and all(type(count) is int and count >= 0 for count in counts)
-        if not valid or len(counts) != len(self.converted.operators) + 1 or not sum(counts[:-1]):
-            raise ValueError(f"state: work must be {len(self.converted.operators) + 1} whole numbers")
-        return Work(tuple(counts[:-1]), counts[-1])

@@ -535,18 +535,7 @@ def _check_state(state: Any, units: Sequence[Unit], spec: ControlSpec, budget: B
         raise ValueError("the controller's state belongs to other units than this model has")
     if absent := [name for name in ("t", "active", "lock", "signal") if name not in state]:
         raise ValueError(f"state: has no {', '.join(absent)}")
-    whole_number(0, **{"state: t": state["t"]})
-    for name, least, most in (("active", 0, 1), ("lock", 0, spec.t_lock)):
-        values = state[name]
-        if not isinstance(values, Tensor) or values.shape != (len(units),) or values.is_floating_point():
-            raise ValueError(f"state: {name} must be {len(units)} whole numbers or flags, one a unit")
-        if (outside := values[(values < least) | (values > most)]).numel():
-            raise ValueError(f"state: {name} holds {outside[0].item()}: must lie between {least} and {most} here")
     active = state["active"].cpu().bool().numpy()
-    if foreign := [unit.name for unit, on in zip(units, active, strict=True) if on and not unit.recoverable]:
-        raise ValueError(f"state: {foreign[0]} is on the recovery path, and has none here")
-    if not isinstance(state["signal"], Mapping):
-        raise ValueError("state: signal must map names to tensors")
     # During the warm-up everything is on the recovery path, whatever the cap.
     if state["t"] < spec.warmup_steps:
         return

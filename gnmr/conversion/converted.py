@@ -21,7 +21,7 @@ from gnmr.conversion.shared import SharedState, Switches
 from gnmr.conversion.unit_names import PathUnit
 from gnmr.formats.number_formats import FORMATS, Format, KeepFormat
 from gnmr.formats.recipes import RECIPES, ExecutionPath, Recipe, described
-from gnmr.formats.rounding import Mark, Rounding
+from gnmr.formats.rounding import Mark
 from gnmr.names import GEMMS, OPERANDS
 
 DETACHED = "this controller was detached: its model has plain linears again; attach another"
@@ -390,22 +390,10 @@ class ConvertedModel:
         return state if history is None else state | {"largest": history.clone()}
 
     def check_state(self, state: Any) -> None:
-        """Raise ValueError if `state` is damaged or belongs to other paths, rounding or operators."""
+        """Raise ValueError if `state` belongs to other paths, rounding or operators."""
         owner = state.get("paths") if isinstance(state, Mapping) else None
         if owner != self._owner():
             raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this model has {self._owner()}")
-        shared = self.shared
-        try:
-            if shared.rounding is not None:
-                # A trial on another object: this one stays as it is if the state is damaged.
-                Rounding(0, torch.device("cpu")).load(state["rounding"])
-            if shared.amax is not None and (history := shared.amax.history) is not None:
-                largest = state["largest"]
-                if largest.shape != history.shape or not bool((largest.isfinite() & (largest >= 0)).all()):
-                    raise ValueError(f"must be {tuple(history.shape)} magnitudes")
-        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ValueError(f"the paths' state is damaged ({reason})") from error
 
     def _owner(self) -> str:
         """Return a line that names paths, rounding and operators, by which `check_state` knows its own state."""

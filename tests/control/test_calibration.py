@@ -112,20 +112,11 @@ def test_a_state_of_a_calibration_goes_on_with_it(at, calls, tmp_path):
     assert again.trigger == whole.trigger == again.calibrated and again.active == whole.active
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"calibration": None}, "calibration has no fraction, first, steps, risks"),
-        ({"calibration": {"fraction": 0.1, "first": 1, "steps": 20, "risks": [1.0]}}, "risks must be a row of numbers"),
-        ({"calibration": {"fraction": 0.1, "steps": 20}}, "calibration has no first, risks"),
-        ({}, "was saved while calibrating; call calibrate"),
-    ],
-)
-def test_a_damaged_state_of_a_calibration_is_refused(change, told):
+def test_a_state_without_its_calibration_is_refused():
     it, other = controller(), controller()
     it.calibrate(0.1, steps=20)
-    state = {name: value for name, value in it.state_dict().items() if name != "calibration"} | change
-    with pytest.raises(ValueError, match=told):
+    state = {name: value for name, value in it.state_dict().items() if name != "calibration"}
+    with pytest.raises(ValueError, match="was saved while calibrating; call calibrate"):
         other.load_state_dict(state)
     assert other.trigger == 1.0 and "calibrating" not in repr(other)
 
