@@ -24,7 +24,7 @@ from gnmr.lab.models.kinds import CAUSAL, IMAGE_TEXT, MASKED, ModelKind, kind_of
 from gnmr.lab.models.stored import NotReadByBlocks, StoredWeights, open_stored
 from gnmr.lab.train.build import pretrained_model
 from gnmr.lab.train.checkpoint import load_model
-from gnmr.lab.train.memory import refuse_checkpoint
+from gnmr.lab.train.memory import refuse_checkpoint, refuse_run
 from gnmr.measure.blocks import named_blocks
 from gnmr.options import one_of
 from gnmr.records.disk import check_tree
@@ -166,6 +166,7 @@ def _run(folder: Path, device: torch.device) -> Subject:
     if config.model.checkpoint is not None:
         return _fine_tuned(folder, config, device)
     corpus = _corpus(folder, config)
+    refuse_run(config, device, corpus.vocab_size)
     # Nothing is initialized, because load_model overwrites every weight.
     with torch.device("meta"):
         model = models.build(config.model, corpus.vocab_size, config.training.seq_len)

@@ -38,6 +38,7 @@ from gnmr.lab.rivals.transforms import Transform, build_transform
 from gnmr.lab.train.checkpoint import HasState
 from gnmr.lab.train.fork_base import Base, open_base
 from gnmr.lab.train.loss import Draws, loss_of
+from gnmr.lab.train.memory import refuse_run
 from gnmr.lab.train.optim import build_optimizer, learning_rate
 from gnmr.lab.train.step import TrainStep, monitored
 from gnmr.lab.train.wrap import Wrapped, refuse_compression, wrap
@@ -124,12 +125,15 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
     # Mistakes are reported before the data is prepared, which may take hours.
     with world.agreed():
         device = device_of(config.training.device)
+        refuse_run(config, device)
         base = base_of(config)
         _check_shapes(config, device)
     if world.size > 1:
         world.from_first(lambda: open_data(config, say, base) and None)  # the other ranks then find the prepared data
     with world.agreed():
         corpus = open_data(config, say, base)
+        # Again with the size of the vocabulary, which the first estimate could only bound.
+        refuse_run(config, device, corpus.vocab_size)
         branch = None if base is None else base.branch(config.training.seed, corpus.fingerprint, say)
         blocks = training_blocks(config, corpus)  # raises UserError if the corpus is shorter than a block
         blocks.check(config.training.batch_size, config.training.seq_len)
@@ -276,6 +280,7 @@ def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, blo
 def check_plan(config: Config) -> None:
     """Raise UserError if `config.plan` was made for another model. No weights are read."""
     assert config.plan is not None
+    refuse_run(config, device_of(config.training.device))
     with as_user_error("paths: "):
         shapes = operator_shapes(empty_model(config), config.precision)
     read_plan(config.plan).refuse_other(f"plan={config.plan}", shapes)

@@ -1,4 +1,11 @@
-"""The memory of a machine, and what a diagnosis needs of it: one that cannot fit is refused before it is loaded."""
+"""A lower bound of a run's memory by arithmetic, which refuses a run that cannot fit before anything is built.
+
+    weights + optimizer state + the tokens of a step + the larger of gradients and logits
+
+Activations that are kept for the backward pass are not counted. A run that passes may still not fit, but a run that
+fits is never refused. The loss of a micro-batch holds its logits in FP32 twice, before and after the softmax. The
+weights of a new model are drawn in FP32 on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,10 @@ import torch
 from torch import nn
 
 from gnmr.errors import UserError, warn
+from gnmr.lab.config import Config, ModelConfig
+from gnmr.lab.config.model import LLAMAS
 from gnmr.lab.data.batch import Batch
+from gnmr.lab.models import pretrained
 from gnmr.measure.blocks import named_blocks
 
 _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -22,6 +32,82 @@ _IMPORTS, _PER_INPUT, _PER_LOGIT = 400_000_000, 12, 36
 """Bytes of a diagnosis: of the libraries, and per token of an input of a linear and of a logit (measured on a CPU)."""
 _CASTS, _ACTIVATIONS = 8, 6
 """Casts of the largest matrix, and copies of each input of a matrix, that stand while a block is measured."""
+_BYTES = 257
+"""Vocabulary size of a byte-level BPE without merges."""
+
+
+def parameters(model: ModelConfig, vocab_size: int, seq_len: int) -> int:
+    """Return the number of parameters of a new model, which is not built. A tied head counts once."""
+    width, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
+    if model.name in LLAMAS:
+        kv_width = (model.num_kv_heads or model.num_heads) * (width // model.num_heads)
+        # Llama: Q and O have d^2 each, K and V d d_kv, SwiGLU 3 d m, and the two norms 2 d.
+        block = 2 * width * (width + kv_width) + 3 * width * inner + 2 * width
+        return vocab_size * width * (1 if model.tied_head else 2) + layers * block + width
+    # GPT: two matrices d m with biases; a mixture has them for each expert, and a router row of d.
+    mlp = 2 * width * inner + inner + width
+    if model.name == "moe":
+        mlp = model.experts.number * (mlp + width)
+    # Q, K, V and O with biases, and two LayerNorms with gain and bias.
+    block = 4 * (width * width + width) + mlp + 4 * width
+    return (vocab_size + seq_len) * width + layers * block + 2 * width
+
+
+def needs_of(config: Config, vocab_size: int) -> list[tuple[int, str, str]]:
+    """Return (bytes, purpose, the settings that determine it) for each part of a run's device memory."""
+    training, model = config.training, config.model
+    batch = f"training.batch_size={training.batch_size}, training.seq_len={training.seq_len}"
+    # In bytes. Tokens and targets are int64; logits are FP32 before and after the softmax.
+    tokens, size, weights = training.batch_size * training.seq_len, 2 if training.dtype == "bfloat16" else 4, 0
+    if model.checkpoint is None:
+        weights = trained = size * parameters(model, vocab_size, training.seq_len)
+    else:  # adapters may be all that is trained
+        trained = 0
+        with suppress(UserError):  # a name on the hub, or a fault that loading tells
+            tensors = pretrained.tensors_of(Path(model.checkpoint).expanduser())
+            weights = size * sum(math.prod(shape) for shape, _ in tensors.values())
+    gradients = 0 if model.name == "moe" else trained  # an expert without tokens has no gradient
+    return [
+        (weights, "weights", _sizes(model)),
+        # AdamW keeps two moments in the dtype of the weights.
+        (2 * trained if config.optim.name == "adamw" else 0, "optimizer state", _sizes(model)),
+        # Logits and all gradients need not exist at once, so a lower bound counts the larger.
+        max((gradients, "gradients", _sizes(model)), (8 * tokens * vocab_size, "logits", batch)),
+        (8 * tokens * training.accumulation, "tokens", f"{batch}, training.accumulation={training.accumulation}"),
+    ]
+
+
+def _sizes(model: ModelConfig) -> str:
+    if model.checkpoint is not None:
+        return f"model.checkpoint={model.checkpoint}"
+    keys = ("hidden_size", "intermediate_size", "num_layers")
+    sizes = ", ".join(f"model.{key}={getattr(model, key)}" for key in keys)
+    return f"{sizes}, model.experts.number={model.experts.number}" if model.name == "moe" else sizes
+
+
+def refuse_run(config: Config, device: torch.device, vocab_size: int | None = None) -> None:
+    """Raise UserError if the run cannot fit into the memory of this machine.
+
+    Pass `vocab_size` once the tokenizer's size is known; it may be smaller than data.vocab_size.
+    """
+    is_new = config.model.checkpoint is None
+    entries = vocab_size or (_BYTES if config.data.tokenizer is None and is_new else 1)
+    needs = needs_of(config, entries)
+    if device.type == "cuda":
+        _refuse(needs, torch.cuda.get_device_properties(device).total_memory, "this GPU has")
+        # Beside a GPU, the host must hold the weights in FP32 while they are drawn.
+        drawn = 4 * parameters(config.model, entries, config.training.seq_len) if is_new else 0
+        needs = [(drawn, "weights as they are drawn", _sizes(config.model))]
+    _refuse(needs, machine_memory(), "this machine has")
+
+
+def _refuse(needs: list[tuple[int, str, str]], available: int, has: str) -> None:
+    if (total := sum(size for size, *_ in needs)) > available:
+        size, purpose, keys = max(needs)
+        raise UserError(
+            f"{keys}: cannot fit into memory: the run needs at least {total / 1e9:,.0f} GB, of it {size / 1e9:,.0f} GB "
+            f"for {purpose}, and {has} {available / 1e9:,.0f} GB; use smaller ones"
+        )
 
 
 def machine_memory() -> int:
