@@ -166,6 +166,28 @@ def test_a_defect_keeps_its_traceback(error, gnmr, tiny_words, monkeypatch):
             gnmr("train", *tiny_words)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["controller.signal=random", "controller.alpha=2"], "alpha=2.0 has no effect under controller.signal=random"),
+        (
+            ["controller.routing=ranked", "controller.t_lock=3"],
+            "t_lock=3 has no effect under controller.routing=ranked",
+        ),
+        (["experiment=act_quant_stress_2bit", "controller.signal=random"], None),
+    ],
+)
+@pytest.mark.slow
+def test_settings_without_effect_are_told_once(words, told, gnmr, tiny_words, monkeypatch):
+    """Those of the command line: the files set alpha and beta for every signal, and nobody asked for them."""
+    from gnmr.lab.train import run
+
+    monkeypatch.setattr(run, "run", lambda *_, **__: None)
+    outcome = gnmr("train", *tiny_words, *words)
+    assert outcome.code == 0 and outcome.err.startswith(f"gnmr: warning: controller.{told}" if told else "")
+    assert outcome.err.count("\n") == (1 if told else 0)
+
+
 def test_the_packaged_tree_is_preferred(tmp_path, monkeypatch):
     """In a wheel conf/ lies in the package, in a checkout beside it."""
     assert conf_dir() == CONF

@@ -37,6 +37,19 @@ def test_a_config_survives_being_written_and_read() -> None:
     assert load(yaml.safe_load(yaml.safe_dump(to_dict(Config())))) == Config()
 
 
+@pytest.mark.parametrize(
+    ("controller", "unread"),
+    [
+        ({}, ""),
+        ({"signal": "module:Own"}, "alpha alpha_init beta delta"),
+        ({"routing": "ranked"}, "t_lock trigger"),
+        ({"routing": "ranked", "options": {"active_frac": 0.1}}, "trigger"),
+    ],
+)
+def test_keys_that_choose_nothing(controller: dict, unread: str) -> None:
+    assert sorted(load({"controller": controller}).controller.unread()) == unread.split()
+
+
 BEYOND_32_BITS = {"lr": (1e39, 2e3, 1e-46, math.nan), "weight_decay": (1e39, -0.1, math.inf)}
 BEYOND_32_BITS |= {"betas": ([0.9, 0.99999999999], [-0.1, 0.9], [0.9]), "clip_norm": (1e-46, 1e39)}
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,13 @@ def test_a_killed_build_leaves_no_half_cache(config: Make, tmp_path: Path, cache
 
     corpus, said = build(chosen)
     assert not any("corrupt" in line for line in said)
-    assert names(cache_dir) == [left, corpus.folder.name]
+    assert names(cache_dir) == [left, corpus.folder.name], "a young folder may belong to a build in progress"
+
+    for path in (temporary, *temporary.rglob("*")):
+        os.utime(path, (0, 0))
+    (corpus.folder / "val.bin").unlink()
+    build(chosen)
+    assert names(cache_dir) == [corpus.folder.name]
 
 
 def test_an_interrupted_build_leaves_nothing(config: Make, corpus_file: Path, cache_dir: Path) -> None:
@@ -149,6 +156,38 @@ def test_a_cache_that_cannot_be_written_is_one_line(config: Make, corpus_file: P
 
 
 # ---- while a run reads ----
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    "mode, spoil, says",
+    [
+        (0o700, False, r"this user may not read text-\w+ there; its owner can share it by chmod -R a\+rX"),
+        (0o755, True, r"cannot be written \(Operation not permitted\); set GNMR_CACHE to a folder"),
+    ],
+)
+def test_a_cache_of_another_user_is_refused_before_any_work(
+    mode: int, spoil: bool, says: str, config: Make, corpus_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that only their owner may read; and damaged ones that only their owner may replace."""
+    with tempfile.TemporaryDirectory() as place:  # below pytest's folders, which are root's alone, no user may read
+        Path(place).chmod(0o755)
+        shared = Path(place, "cache")
+        shared.mkdir()
+        shared.chmod(0o1777)
+        monkeypatch.setenv("GNMR_CACHE", str(shared))
+        folder = prepare(config(path=str(corpus_file)), 100, lambda _: None).folder
+        folder.chmod(mode)
+        if spoil:
+            (folder / cache.META).write_text("{}")
+        os.seteuid(65534)
+        said: list[str] = []
+        try:
+            with pytest.raises(UserError, match=rf"^GNMR_CACHE=\S+: {says}") as caught:
+                cache.open_or_build(folder, lambda _: pytest.fail("it was built"), said.append)
+        finally:
+            os.seteuid(0)
+        assert "\n" not in str(caught.value) and len(said) == spoil
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])

@@ -124,22 +124,29 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(config: Make, tmp_pat
 # ---- what is not read ----
 
 
-def test_what_is_not_read_is_said(config: Make, tmp_path: Path) -> None:
-    """Other kinds of files, links to folders, and what is no file."""
+def test_what_is_not_read_is_said(config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other kinds of files, links to folders, what is no file, and records of programs: no corpus."""
     folder, away = tmp_path / "corpus", tmp_path / "away"
     write_rows(folder / "a.jsonl", DOCUMENTS)
     write_rows(away / "x.jsonl", DOCUMENTS)
-    for name in ("c.jsonl.zst", "README.md", "tsv/h.tsv", ".hidden", "a/dataset_info.json"):
+    records = ["runs/two-s0/config.yaml", "runs/two-s0/header.json", "plans/plan.json", "plans/diagnosis.json"]
+    records += ["hf/config.json", "hf/model.safetensors", "wandb/run-1/requirements.txt", "a/dataset_info.json"]
+    for name in ("c.jsonl.zst", "README.md", "tsv/h.tsv", ".hidden", *records):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     os.mkfifo(folder / "pipe.txt")
     (folder / "linked.jsonl").symlink_to(away / "x.jsonl")
     (folder / "more").symlink_to(away)
+    monkeypatch.setenv("GNMR_CACHE", str(folder / "cache"))
     chosen = config(path=str(folder))
     first, _ = build(chosen)
     found = corpora.local_files(chosen)
     assert found.splits["train"] == [folder / "a.jsonl", folder / "linked.jsonl"]
-    assert found.summary.endswith("; not read: README.md, a/dataset_info.json, c.jsonl.zst, pipe.txt, tsv/h.tsv (5)")
+    assert found.summary.endswith(
+        "; not read: README.md, a/dataset_info.json, c.jsonl.zst, cache/" + first.folder.name + "/ (token cache), "
+        "hf/ (a checkpoint), more/ (a link to a folder), pipe.txt, plans/ (a diagnosis), runs/two-s0/ (a run), "
+        "tsv/h.tsv, ... (11)"
+    )
     assert build(chosen)[0].folder == first.folder
 
 

@@ -107,6 +107,16 @@ def test_refusals_are_one_line(write_run: Write, tmp_path: Path) -> None:
         printed([run])
 
 
+def test_what_cannot_be_compared_is_refused_where_it_is_asked_for(write_run: Write, tmp_path: Path) -> None:
+    write_run(arm="int4", steps=3)
+    write_run(arm="int8", steps=2, header={"data": {"fingerprint": "0ther"}})
+    write_run(arm="bf16", experiment="another")
+    printed([tmp_path])
+    with pytest.raises(UserError, match="cannot be compared"):
+        printed([tmp_path], strict=True)
+    assert main([str(tmp_path / "runs" / "another"), "--strict"]) == 0
+
+
 def test_the_command_line(write_run: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(arm="bf16")
     out = tmp_path / "out"
@@ -114,7 +124,7 @@ def test_the_command_line(write_run: Write, tmp_path: Path, capsys: pytest.Captu
     assert main([str(tmp_path / "runs"), str(other), f"out={out}"]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.md"]
     assert "bf16" in capsys.readouterr().out
-    for words in ([], ["--all"]):
+    for words in ([], ["--strict"]):
         with pytest.raises((SystemExit, UserError)):
             main(words)
 

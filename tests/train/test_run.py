@@ -124,6 +124,14 @@ def test_a_run_is_not_done_before_its_last_step(copied, train):
     [
         (["scores.tasks=[hellaswag]"], None),
         (["scores.tasks=[wikitext2,hellaswag]"], "scores.tasks=[wikitext2]: the run is done without these scores; exp"),
+        (
+            ["scores.tasks=[hellaswag]", "scores.limit=10"],
+            "scores.limit=10: the scores of the run were taken",
+        ),
+        (
+            ["scores.tasks=[hellaswag]", "scores.path=low"],
+            "scores.path=low: the scores of the run were taken",
+        ),
         ([], None),
     ],
 )

@@ -9,7 +9,7 @@ from gnmr.lab.cli.parser import Parser, path
 from gnmr.lab.report import report
 from gnmr.records.find import named
 
-_USAGE = "RUN... [out=DIR] [html=FILE] [--all]"
+_USAGE = "RUN... [out=DIR] [html=FILE] [--all] [--strict]"
 _TEXT = """\
 RUN is a run folder, or any folder above run folders. The first line says what low precision cost and what was
 recovered. Then the arms are compared: their loss over the seeds, their difference to the arm that never recovers,
@@ -24,9 +24,10 @@ def main(argv: list[str]) -> int:
     parser.option("out", path, "folder for report.md and the page; default: report/ in RUN's folder")
     parser.option("html", path, "the page; default: report.html beside report.md")
     parser.flag("all", "print every comparison, all tables and their notes")
+    parser.flag("strict", "refuse runs of one experiment and scale that cannot be compared")
     options = parser.parse(argv)
     if not options.words:
         parser.error("name a run folder, or a folder above run folders")
     paths = [Path(named(word)) for word in options.words]
-    report(paths, options.out, for_tables(), html=options.html, everything=options.all)
+    report(paths, options.out, for_tables(), strict=options.strict, html=options.html, everything=options.all)
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from gnmr.console import next_lines, say, shown_command
 from gnmr.errors import RunFailed, UserError, plural
 from gnmr.lab.cli.parser import runs
 from gnmr.lab.cli.side_by_side import Call, run_side_by_side
-from gnmr.lab.config import Config, to_dict
+from gnmr.lab.config import Config, ControllerConfig, to_dict
 from gnmr.lab.config.compose import conf_dir, load_composed, register, typed
 from gnmr.lab.stopping import Stopped, is_bypassed, never_at_once, seen
 from gnmr.records.find import SMOKE, TRIAL, finished
@@ -202,6 +203,8 @@ def run_cell(composed: DictConfig) -> Path:
     sweeping = settings.mode == RunMode.MULTIRUN
     if not sweeping and settings.sweeper.get("params"):
         say("this is one run; the sweep's arms and seeds need -m: gnmr train -m ...")
+    warn_of_unread(config.controller, settings.overrides.task)
+    refuse_sizes(config, settings.overrides.task)
 
     from gnmr.lab.train.folder import done_already, run_folder
 
@@ -273,3 +276,23 @@ def _print_next(config: Config) -> None:
     number = config.training.seed + 1
     repetition = f"{'seed' if config.base is None else 'order'}: training.seed={number}"
     say("\n".join(next_lines(f"{shown_command('report', run_folder(config))}; another {repetition}")))
+
+
+def refuse_sizes(config: Config, words: Sequence[str]) -> None:
+    """Raise UserError for words on model=pretrained that its checkpoint sets itself."""
+    for key in typed(words) if config.model.checkpoint is not None else ():
+        if key.startswith("model.") and key.split(".")[1] not in ("name", "checkpoint", "adapter"):
+            raise UserError(f"{key}: has no effect on model=pretrained, whose checkpoint says it; leave it out")
+
+
+def warn_of_unread(controller: ControllerConfig, words: Sequence[str]) -> None:
+    """Warn of settings of the controller that have no effect.
+
+    Only the `words` of the command line are checked, and a trigger or a lock that is not 1, wherever it was set. The
+    reason is that alpha and beta may come from files that know nothing of the signal.
+    """
+    keys = typed(words)
+    for key, reason in controller.unread().items():
+        value = getattr(controller, key)
+        if f"controller.{key}" in keys or (key in ("trigger", "t_lock") and value != 1):
+            warnings.warn(f"controller.{key}={value} has no effect under controller.{reason}", stacklevel=2)

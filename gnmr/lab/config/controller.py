@@ -81,3 +81,17 @@ class ControllerConfig(Rules):
             max_o=self.cap,
             budget=self.budget,
         )
+
+    def unread(self) -> dict[str, str]:
+        """Return the keys that have no effect with the other settings, each with the setting that disables it."""
+        unread: dict[str, str] = {}
+        if self.signal != "gnmr_delta":
+            keys = ("alpha", "alpha_init", "beta", "delta")
+            unread = dict.fromkeys(keys, f"signal={self.signal}")
+        if self.warmup_frac == 0 and self.warmup_path != "recovery":
+            unread["warmup_path"] = "warmup_frac=0"
+        if self.routing == "ranked":
+            unread["trigger"] = "routing=ranked"
+            if self.options.get("active_frac") is None:  # with it, most risks are 0 and locked units fill up the set
+                unread["t_lock"] = "routing=ranked"
+        return unread

@@ -6,8 +6,8 @@
         train.documents.bin, val.documents.bin    of examples: the borders of `Documents`, raw little-endian int64
         meta.json             vocabulary, end token, dtype, and size and checksum of each file
 
-A folder is built under a hidden name and renamed when it is complete. A killed build leaves its hidden folder. If two
-builds run concurrently, the second uses the folder of the first.
+A folder is built under a hidden name and renamed when it is complete. If a build is killed, its hidden folder is
+removed after a day. If two builds run concurrently, the second uses the folder of the first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,7 @@ from gnmr.records.untrusted import content
 TOKENIZER, TRAIN, VAL, META = "tokenizer.json", "train.bin", "val.bin", "meta.json"
 DOCUMENTS = {TRAIN: "train.documents.bin", VAL: "val.documents.bin"}
 LARGEST_META = 2**20  # bytes
+ABANDONED_AFTER = 24 * 3600.0  # seconds without a write
 
 
 def cache_folder() -> Path:
@@ -120,7 +122,7 @@ def open_folder(folder: Path) -> TokenCorpus:
     """Return the verified corpus in `folder`.
 
     No symbolic link is followed, because others may write into a shared cache. Raises FileNotFoundError if there is no
-    folder, and `Corrupt` if it is damaged or cannot be read.
+    folder, `Corrupt` if it is damaged, and UserError if this user may not read it.
     """
     if not os.path.lexists(folder):
         raise FileNotFoundError(folder)
@@ -148,13 +150,18 @@ def open_folder(folder: Path) -> TokenCorpus:
         fingerprint = meta["fingerprint"]
         return TokenCorpus(split(TRAIN), split(VAL), vocab_size, end_token, fingerprint, folder / TOKENIZER, folder)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
+        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
+            raise UserError(
+                f"GNMR_CACHE={folder.parent}: this user may not read {folder.name} there; its owner can share it "
+                "by chmod -R a+rX, or set GNMR_CACHE to a folder of your own"
+            ) from error
         raise Corrupt(f"it cannot be read: {error}") from error
 
 
 def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[str], None]) -> TokenCorpus:
     """Return the verified corpus in `folder`. If it is missing or damaged, `build(new folder)` creates it first.
 
-    Raises UserError if the cache cannot be written. No files remain after an error.
+    Raises UserError if the cache cannot be read or written, before `build` is called. No files remain after an error.
     """
     try:
         return open_folder(folder)
@@ -162,18 +169,28 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
         pass
     except Corrupt as reason:
         say(f"token cache is corrupt ({reason}); rebuilding {folder}")
-    cache = folder.parent
+    cache, hidden = folder.parent, f".{folder.name}-"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache, ignore_cleanup_errors=True) as temporary:
+        for abandoned in cache.glob(f"{hidden}*"):  # folders of killed builds
+            with suppress(OSError):  # another process may finish or clean up at the same time
+                newest = max(path.lstat().st_mtime for path in (abandoned, *abandoned.rglob("*")))
+                if time.time() - newest > ABANDONED_AFTER:
+                    shutil.rmtree(abandoned, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=hidden, dir=cache, ignore_cleanup_errors=True) as temporary:
             new = Path(temporary, "new")
             new.mkdir()  # the permissions of the temporary folder would exclude other users of a shared cache
+            # Another process may build the same folder: look before the long build, and again after it.
+            if (corpus := _opened_or_moved(folder, Path(temporary, "before"))) is not None:
+                return corpus
             build(new)
-            with suppress(FileNotFoundError, Corrupt):
-                return open_folder(folder)  # another process was faster
-            with suppress(FileNotFoundError):
-                shutil.move(folder, Path(temporary, "damaged"))
-            new.rename(folder)
+            if (corpus := _opened_or_moved(folder, Path(temporary, "after"))) is not None:
+                return corpus
+            try:
+                new.rename(folder)
+            except OSError:  # another process was faster
+                if not folder.is_dir():
+                    raise
         return open_folder(folder)
     except Corrupt as reason:
         raise UserError(f"{folder}: changed by another program right after it was made ({reason})") from reason
@@ -182,6 +199,21 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
             f"GNMR_CACHE={cache}: cannot be written ({error.strerror or error}); "
             "set GNMR_CACHE to a folder with room, in which you may write"
         ) from error
+
+
+def _opened_or_moved(folder: Path, aside: Path) -> TokenCorpus | None:
+    """Return the corpus if another process has built it; move a corrupt folder `aside` and return None.
+
+    Raises OSError if the folder may not be moved, as that of another user in a folder with the sticky bit.
+    """
+    try:
+        return open_folder(folder)
+    except FileNotFoundError:
+        pass
+    except Corrupt:
+        with suppress(FileNotFoundError):
+            shutil.move(folder, aside)
+    return None
 
 
 def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:

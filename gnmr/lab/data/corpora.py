@@ -52,6 +52,15 @@ HUB_TIMEOUT = 10.0  # seconds to wait for the hub
 _TEXT = (".txt", ".txt.gz", ".py")
 _SUPPORTED = (".txt", ".txt.gz", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # written by datasets
+_RECORDS = {
+    "header.json": "a run",
+    "train.bin": "token cache",
+    "diagnosis.json": "a diagnosis",
+    "model.safetensors": "a checkpoint",
+    "model.safetensors.index.json": "a checkpoint in parts",
+    "adapter_config.json": "an adapter",
+}
+"""Files that tell a folder of records or weights, which is not part of a corpus."""
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _IS_VALIDATION = re.compile(r"validation|(?<![a-z])val(id)?(?![a-z])", re.IGNORECASE)
 _IS_TRAIN = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
@@ -444,18 +453,35 @@ def _below(path: Path, where: str) -> tuple[list[str], list[str]]:
         below = Path(folder)
         # os.walk descends into the folders that are left in this list.
         children[:] = [child for child in children if not child.startswith(".") and not of_a_file_browser(child)]
+        for child in children[:]:
+            if kind := _kind_of_records(below / child):
+                children.remove(child)
+                not_read.append(f"{(below / child).relative_to(path).as_posix()}/ ({kind})")
         for file in (below / name for name in names if not name.startswith(".") and not of_a_file_browser(name)):
             usable = file.name.lower().endswith(_SUPPORTED) and file.name not in _METADATA and file.is_file()
             (readable if usable else not_read).append(file.relative_to(path).as_posix())
     if not readable:
+        remedy = ""
+        if any(name.endswith(".arrow") for name in not_read):
+            remedy = "; datasets.load_from_disk(FOLDER) has to_parquet(FILE), for each split"
         problem = f"the folder holds none of the supported files ({', '.join(_SUPPORTED)})"
-        raise UserError(f"{where}: {problem}{_not_read(not_read)}")
+        raise UserError(f"{where}: {problem}{_not_read(not_read)}{remedy}")
     return sorted(readable), not_read
 
 
 def _not_read(names: list[str]) -> str:
     """Return the end of a line about the files that are not read."""
     return f"; not read: {named(sorted(names))} ({len(names)})" if names else ""
+
+
+def _kind_of_records(folder: Path) -> str | None:
+    """Return the kind of a folder in which a program keeps records or weights, or None if it may hold a corpus."""
+    if folder.is_symlink():
+        return "a link to a folder"
+    if folder.name == "wandb":
+        return "W&B"
+    names = {*os.listdir(folder)}
+    return next((kind for marker, kind in _RECORDS.items() if marker in names), None)
 
 
 def _split_by_name(names: list[str], where: str) -> dict[str, list[str]]:

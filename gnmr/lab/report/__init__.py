@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gnmr.console import print_plain
 from gnmr.errors import UserError, plural, printable, writing
-from gnmr.lab.report.comparisons import compare
+from gnmr.lab.report.comparisons import compare, refuse_rivals
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.html_page import render_page
 from gnmr.lab.report.layout import Table, as_markdown
@@ -29,6 +29,7 @@ def report(
     out: Path | None,
     console: Console,
     *,
+    strict: bool = False,
     html: Path | None = None,
     everything: bool = False,
 ) -> None:
@@ -38,6 +39,7 @@ def report(
         paths: run folders, or folders above run folders.
         out: by default report/ in the path, or in the common parent of several.
         console: where the sentence and the tables are printed.
+        strict: refuse runs of one experiment and scale that cannot be compared.
         html: by default `out`/report.html.
         everything: print all comparisons, tables and notes.
 
@@ -62,6 +64,8 @@ def report(
         if not runs:
             raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
         comparisons = compare(runs)
+        if strict:
+            refuse_rivals(comparisons)
         sentences = [(comparison.name, headline(comparison).sentence) for comparison in comparisons]
         return sentences, arm_tables(comparisons), render_page(comparisons, runs, page.parent)
 

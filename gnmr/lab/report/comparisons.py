@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from gnmr.errors import UserError
 from gnmr.lab.config import hash_of
 from gnmr.lab.report.arms import Arm, label_arms, same, short_names, varying
 from gnmr.lab.report.recorded_run import Run
@@ -301,6 +302,14 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
             comparison.rivals = [c.kind for c in siblings if c is not comparison and c.kind.scale == kind.scale]
             comparison.arms.sort(key=lambda arm: arm.sort_key)
     return sorted((comparison for siblings in of_experiment.values() for comparison in siblings), key=_order)
+
+
+def refuse_rivals(comparisons: Iterable[Comparison]) -> None:
+    """Raise UserError if runs of one experiment and scale cannot be compared, and name what differs."""
+    for comparison in comparisons:
+        if apart := comparison.apart():
+            differing = ", ".join(f"{name} ({here} and {', '.join(there)})" for name, (here, there) in apart.items())
+            raise UserError(f"{comparison.name}: these runs cannot be compared, they differ in {differing}")
 
 
 def short(fingerprint: str | None) -> str:

@@ -155,14 +155,22 @@ def say_done(config: Config, folder: Path, say: Callable[[str], None]) -> None:
         say(f"{lacking}; export it (training.export_hf=true) and score hf/ with lm_eval")
 
 
+def _word(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
 def _unscored(config: Config, folder: Path) -> str | None:
     """Return which of the requested scores a DONE run lacks, or None."""
     from gnmr.records.reader import read_jsonl
 
-    rows = read_jsonl(folder / "scores.jsonl")
+    rows, before = read_jsonl(folder / "scores.jsonl"), read(folder / "config.yaml").scores
     scored = {name for row in rows if row["step"] == config.total_steps for name in row.get("tasks", ())}
     if missing := [name for name in config.scores.tasks if name not in scored]:
         return f"scores.tasks=[{','.join(missing)}]: the run is done without these scores"
+    for key in ("path", "limit"):
+        wanted, taken = getattr(config.scores, key), getattr(before, key)
+        if wanted != taken:
+            return f"scores.{key}={_word(wanted)}: the scores of the run were taken with {_word(taken)}"
     return None
 
 
