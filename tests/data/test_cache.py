@@ -163,7 +163,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(config: Make, corpus_file: P
     "mode, spoil, says",
     [
         (0o700, False, r"this user may not read text-\w+ there; its owner can share it by chmod -R a\+rX"),
-        (0o755, True, r"cannot be written \(Operation not permitted\); set GNMR_CACHE to a folder"),
+        (0o755, True, r"cannot be written \(Permission denied\); set GNMR_CACHE to a folder"),
     ],
 )
 def test_a_cache_of_another_user_is_refused_before_any_work(
