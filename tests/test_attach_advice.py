@@ -191,12 +191,13 @@ def test_a_copy_of_model_and_controller_goes_on_as_they_do(how: dict[str, Any], 
             assert all((values > 0).all() for values in decision.columns.values())
 
 
-def test_a_foreign_state_changes_nothing() -> None:
+def test_what_damages_a_loaded_state_changes_nothing() -> None:
     """Of the paths after the controller's own, and the other way round."""
     controller = attached(net(), rounding="stochastic")
     other = attached(net(), rounding="stochastic", seed=5)
     good, before = other.state_dict(), copy.deepcopy(controller.state_dict())
-    bad = ({"signal": {}}, {"converted": {}})
+    paths = {**good["converted"], "rounding": 3}
+    bad = ({"lock": torch.ones(4)}, {"signal": {}}, {"converted": paths}, {"converted": {}})
     for state in (3, *({**good, **changed} for changed in bad)):
         with pytest.raises(ValueError, match="state"):
             controller.load_state_dict(state)
@@ -408,6 +409,15 @@ def test_a_warning_shows_the_loops_line(text: str) -> None:
     with pytest.warns(UserWarning) as seen:
         WARNS[text]()
     assert [one.filename for one in seen if text in str(one.message)] == [__file__]
+
+
+def test_a_model_of_inference_tensors_is_refused() -> None:
+    with torch.inference_mode():
+        model = net()
+        with pytest.raises(ValueError, match=r"^model: was made in torch\.inference_mode"):
+            attached(net())
+    with pytest.raises(ValueError, match=r"^model: was made in torch\.inference_mode"):
+        attached(model)
 
 
 def test_no_record_is_none() -> None:

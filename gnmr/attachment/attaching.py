@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from gnmr.attachment.model_units import costs_of, units_of
@@ -22,7 +24,6 @@ from gnmr.conversion.converting import operator_shapes
 from gnmr.conversion.unit_names import module_of
 from gnmr.errors import warn
 from gnmr.formats import Recipe
-from gnmr.measure.guards import refuse_without_gradients
 from gnmr.options import nearest, whole_number
 from gnmr.options import share as check_share
 from gnmr.plan.pin_plan import PATHS, PinPlan, read_plan
@@ -230,9 +231,19 @@ def _check_request(model: nn.Module, paths: PathSpec, control: ControlSpec) -> N
         raise ValueError("warmup_path='16bit': there is no warm-up; give warmup_steps")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: must be an nn.Module, not {type(model).__name__}")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported: no model uses FSDP
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "model: is wrapped by FullyShardedDataParallel (FSDP1), which flattens its parameters; use FSDP2 "
+            "(torch.distributed.fsdp.fully_shard)"
+        )
+    if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in model.parameters()):
+        raise ValueError(
+            "model: was made in torch.inference_mode(), or attach is called there, and inference tensors have no "
+            "gradients; make the model and attach outside of it (torch.no_grad() is fine)"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model: has parameters on the meta device; attach when its weights are loaded")
-    refuse_without_gradients(model)
 
 
 def _check_trained(converted: ConvertedModel, units: Sequence[Unit], control: ControlSpec) -> None:

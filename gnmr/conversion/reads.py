@@ -30,6 +30,14 @@ def place_of(x: Tensor) -> Place:
     return StorageWeakRef(x.untyped_storage()), int(x.storage_offset())
 
 
+def seen_by_numpy(x: Tensor) -> bool:
+    """Return whether NumPy shares the memory of `x`, so that it can change without a new version number.
+
+    PyTorch does not resize memory that an array views, whichever of the two was made of the other.
+    """
+    return not x.untyped_storage().resizable()
+
+
 def is_sharded(*tensors: Tensor | None) -> bool:
     """Return whether one of them is a DTensor."""
     return any(hasattr(x, "device_mesh") for x in tensors)

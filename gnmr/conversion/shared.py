@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from gnmr.conversion.reads import Read
+from gnmr.conversion.reads import Read, seen_by_numpy
 from gnmr.formats.cast import Reference
 from gnmr.formats.cast_stats import AmaxHistory, CastStats
 from gnmr.formats.number_formats import Format
@@ -162,8 +162,8 @@ class SharedState:
         last = self._last
         if last is None or not last.joins(x, reader):
             last = Read(x, reader, index)
-            # These change without a new version number: a parameter (fused optimizers), and an inference tensor.
-            if not (x.is_leaf and x.requires_grad) and not x.is_inference():
+            # These change without a new version number: a parameter (fused optimizers), an inference tensor, an array.
+            if not (x.is_leaf and x.requires_grad) and not x.is_inference() and not seen_by_numpy(x):
                 self._last = last  # one assignment: another thread sees all of it or none
         return last
 

@@ -509,6 +509,15 @@ def _of_attention(args: Any, _kwargs: Any, _output: Any) -> int:
     return int(prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
+def _trilinear(args: Any, _kwargs: Any, _output: Any) -> int:
+    """Count i1 x i2 x i3, each expanded by its dimensions: the product of the sizes of all dimensions."""
+    sizes: dict[int, int] = {}
+    for x, expanded in zip(args[:3], args[3:6], strict=True):
+        dims = (dim for dim in range(x.dim() + len(expanded)) if dim not in expanded)
+        sizes |= {dim: max(size, sizes.get(dim, 1)) for dim, size in zip(dims, x.shape, strict=True)}
+    return prod(sizes.values())
+
+
 def _recurrent(args: Any, _kwargs: Any, _output: Any) -> int:
     """Count a recurrent layer, whose matrices are the next arguments, or all layers, with matrices in a list.
 
@@ -523,6 +532,7 @@ _FORMULAS = {
     "grouped_mm": _inner,
     "_int_mm": _inner,
     "_weight_int": _inner,
+    "_trilinear": _trilinear,
     "mkldnn_rnn_layer": _recurrent,
     "cudnn_rnn": _recurrent,
     "miopen_rnn": _recurrent,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from gnmr.conversion.linear import transformed
 from gnmr.measure.absent_weights import device_of_passes, gathered, parameter_values, put_away, refuse_unreadable
@@ -57,10 +58,12 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 def refuse_without_gradients(model: nn.Module) -> None:
     """Raise ValueError if nothing brings the model's weights, or if inference mode excludes gradients."""
+    name, parameters = type(model).__name__, [*model.parameters()]
     refuse_unreadable(model)
-    inference = torch.is_inference_mode_enabled() or any(parameter.is_inference() for parameter in model.parameters())
-    right = "has no gradients in torch.inference_mode(); leave it, and make or copy the model (deepcopy) outside of it"
-    require(not inference, "model", type(model).__name__, right)
+    require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
+    inference = any(parameter.is_inference() for parameter in parameters)
+    right = "was made or loaded in torch.inference_mode() and has no gradients; use copy.deepcopy(model) outside of it"
+    require(not inference, "model", name, right)
 
 
 def refuse_transformed(name: str) -> None:
@@ -83,6 +86,21 @@ def refuse_reentrant(loss: Tensor) -> None:
     """Raise ValueError if activation checkpointing hides passes from autograd (reentrant)."""
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in _graph(loss)):
         raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
+
+
+def refuse_hidden(loss: Tensor, without_graph: set[str]) -> None:
+    """Raise ValueError if a custom autograd function of the model hides the gradients of linears.
+
+    Args:
+        loss: the loss, with its graph.
+        without_graph: names of linears that ran and have no graph.
+    """
+    kinds = [type(node) for node in _graph(loss)] if without_graph else []
+    functions = [kind._forward_cls for kind in kinds if issubclass(kind, BackwardCFunction)]  # type: ignore[attr-defined]
+    if any(not function.__module__.startswith("gnmr.") for function in functions):
+        name = min(without_graph)
+        right = f"{name} runs inside a custom autograd function, which hides its gradient (reversible layers)"
+        require(False, "run", "...", f"{right}; use layers that are plain modules, or gnmr.attach alone")
 
 
 def _graph(loss: Tensor) -> Iterator[Any]:

@@ -27,6 +27,7 @@ from gnmr.measure.forward_passes import BatchCosts, ForwardPasses, Progress
 from gnmr.measure.guards import (
     leaves_of,
     refuse_constant,
+    refuse_hidden,
     refuse_reentrant,
     refuse_transformed,
     scalar,
@@ -474,6 +475,7 @@ class ModelPasses(ForwardPasses):
     def _differentiate(self, objective: Tensor, calls: OperatorCalls, where: str) -> None:
         """Run the backward pass of the objective. Raises ValueError if it does not depend on the weights."""
         refuse_reentrant(objective)
+        refuse_hidden(objective, calls.ran - calls.graphs)
         # Gradients of what the graph begins with, and of the weights that no call reads.
         leaves = leaves_of(objective)
         gradients = torch.autograd.grad(objective, leaves, allow_unused=True)

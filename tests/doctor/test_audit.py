@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -320,10 +321,21 @@ def in_inference_mode() -> object:
     return audited(net())
 
 
+def made_in_inference_mode() -> object:
+    with torch.inference_mode():
+        model = net()
+    assert audited(copy.deepcopy(model)).sound, "as the message advises"
+    with pytest.raises(ValueError, match="was made or loaded in"):
+        gnmr.diagnose(model, model, [batch_of()], recipe="mxfp8")
+    assert gnmr.audit(model).sound, "nothing is run"
+    return audited(model)
+
+
 @pytest.mark.parametrize(
     ("ask", "line"),
     [
-        (in_inference_mode, r"^model=Net: has no gradients in torch.inference_mode\(\); leave it, and make or copy"),
+        (made_in_inference_mode, "^model=Net: was made or loaded in torch.inference_mode.*use copy.deepcopy"),
+        (in_inference_mode, "^model=Net: has no gradients in inference mode; leave the mode"),
         (reentrant, "^model: its activation checkpointing is reentrant; use use_reentrant=False"),
         (lambda: audited(net(), lists={"filter_fqn": ["a"]}), "^lists=filter_fqn: .*filter_fqns"),
         (lambda: audited(net(), recipe="fp8_hybird"), "^recipe=fp8_hybird: is not a recipe: did you mean fp8_hybrid"),
@@ -573,6 +585,18 @@ class Beside(nn.Module):
         return torch.tanh(self.q_proj(x)) * extra
 
 
+class Adapted(nn.Linear):
+    """A linear with a second product of the same input and shape within its own forward, before or after its own."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__(32, 32)
+        self.extra, self.extra_first = nn.Parameter(torch.randn(32, 32) / 50), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = [F.linear(x, weight) for weight in ((self.extra, self.weight)[:: 1 if self.extra_first else -1])]
+        return products[0] + products[1] + self.bias
+
+
 @pytest.mark.parametrize("low", [None, "mxfp8"])
 def test_a_product_of_the_same_input_is_not_taken_for_a_gemm_of_the_linear(low: str | None) -> None:
     model = Beside()
@@ -581,6 +605,54 @@ def test_a_product_of_the_same_input_is_not_taken_for_a_gemm_of_the_linear(low: 
     found = gnmr.audit(model, lambda x: model(x).square().mean(), torch.randn(64, 32))
     assert {finding.kind for finding in found.findings} <= {"not covered"}, lines(found)
     assert set(found.rows[1].measured) == {"fprop", "dgrad"}, "a frozen weight has no wgrad"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_two_products_the_nearer_one_is_the_gemm(first: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Adapted(first))
+    found = gnmr.audit(model, lambda x: model(x).square().mean(), torch.randn(64, 32))
+    assert found.sound, lines(found)
+    measured = found.rows[1].measured
+    assert measured["fprop"]["weight"][0] == measured["dgrad"]["weight"][0] == math.inf
+    assert not found.rows[1].low
+
+
+class Shell(nn.Linear):
+    """A linear around the linear that holds its weight, as some of peft's adapters are."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.base_layer, self.weight, self.bias = base, base.weight, base.bias
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x)
+
+
+def test_products_belong_to_the_innermost_linear() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert(model, PathSpec(low="mxfp8", recovery=None))
+    model[1] = Shell(model[1])  # after the conversion
+    found = gnmr.audit(model, lambda x: model(x).square().mean(), torch.randn(64, 32))
+    row = next(row for row in found.rows if row.kind == "gnmr" and row.operator.startswith("1"))
+    assert set(row.measured) == {"fprop", "dgrad", "wgrad"} and row.measured["dgrad"]["weight"][0] < 40, found.rows
+
+
+def test_autocast_of_a_class_that_is_judged_by_its_output_is_not_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Linear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x, weight = x.bfloat16(), self.weight.bfloat16()
+            return torch.einsum("abi,oi->abo", x.float(), weight.float()).bfloat16()
+
+    model = net(torch.float32)
+    model.lm_head.__class__ = Linear
+    monkeypatch.setattr(
+        "gnmr.auditing.seen_operands._factors", lambda *_: None
+    )  # as if the product ran in another kernel
+    row = audited(model).rows[-1]
+    assert row.operator == "lm_head" and not row.low and row.measured["fprop"]["output"][0] > 55, row
 
 
 # ---- selective checkpointing ----

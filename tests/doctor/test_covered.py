@@ -262,6 +262,39 @@ class Stacked(nn.Module):
         return self.head(h + run(weights, h).mean(0))
 
 
+class Reversible(torch.autograd.Function):
+    """A layer that keeps nothing and runs again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + torch.tanh(layer(x))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            (x + torch.tanh(ctx.layer(x))).backward(grad)
+        return x.grad, None
+
+
+class Reversed(nn.Module):
+    """`below` whether a plain linear precedes the reversible layer, else it follows."""
+
+    def __init__(self, below: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.below = nn.Embedding(32, 32), nn.Linear(32, 32), below
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, (first, second) = self.embed(x), self.layers
+        h = Reversible.apply(first(h), second) if self.below else second(Reversible.apply(h, first))
+        return self.head(h)
+
+
 @pytest.mark.parametrize("what", ["diagnose", "audit"])
 def test_experts_in_vmap_are_refused_in_one_line(what: str) -> None:
     model = Stacked()
@@ -271,6 +304,17 @@ def test_experts_in_vmap_are_refused_in_one_line(what: str) -> None:
             gnmr.diagnose(model, model, batches, recipe="sim_e2m1", targets=["experts.*"])
         else:
             gnmr.audit(model, lambda x: model(x).square().mean(), batches[0])
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_reversible_layers_are_refused_with_their_reason(below: bool) -> None:
+    model = Reversed(below)
+    model.layers[0].weight.grad = torch.ones(32, 32)
+    batches = [torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    with pytest.raises(ValueError, match=rf"^run=.*: layers.{int(below)} runs inside a custom autograd function"):
+        gnmr.diagnose(model, model, batches, recipe="sim_e2m1")
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert list(grads) == ["layers.0.weight"] and grads["layers.0.weight"].eq(1).all()
 
 
 class Quantized(nn.Module):

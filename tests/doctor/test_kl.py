@@ -204,6 +204,24 @@ def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     assert "nats of KL per token" in found.verdict() and found.labels == "model" and found.estimate == "sequence"
 
 
+def test_the_default_device_changes_no_diagnosis() -> None:
+    """A script on a GPU may set it to "cuda"; here "meta" shows tensors that name no device."""
+    model, options = Mixer().eval(), {"batches": batches_of(2), "held_out": batches_of(1, seed=2), "confirm": 1}
+
+    def run(batch: Tensor) -> Tensor:
+        with torch.device("cpu"):  # attention makes a mask
+            return model(batch)
+
+    expected = diagnosed(model, run=run, **options)
+    torch.set_default_device("meta")
+    try:
+        found = diagnosed(model, run=run, **options)
+    finally:
+        torch.set_default_device(None)
+    assert found.measured.kl == expected.measured.kl
+    assert [row.value for row in found.rows] == [row.value for row in expected.rows]
+
+
 def test_forty_sequences_are_told_apart_in_float16() -> None:
     """Their marks stay within its range; the gradients of queries and keys lie below it, and are by token."""
     found = diagnosed(Mixer().eval().half(), batches=batches_of(2, size=40), held_out=[], confirm=0)
@@ -343,6 +361,72 @@ def test_where_sequences_are_unknown_the_estimate_is_by_token_and_it_is_said() -
     for row in found.rows:
         if row.operator in found.without_sequences and row.gemm == "fprop":
             assert row.by_sequence is None and row.value == row.by_token
+
+
+class Looped(Mixer):
+    """One block that runs four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.layers[1]
+        with torch.no_grad():
+            self.layers[0]["up_proj"].weight.mul_(3)
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        h = self.embed(tokens_ST)
+        for _ in range(4):
+            h = h + torch.tanh(self.layers[0]["up_proj"](h))
+        return self.head(h)
+
+
+def test_a_block_that_runs_several_times_makes_one_error() -> None:
+    model = Looped().eval()
+    options: Any = {"targets": ["up_proj"], "batches": batches_of(6, size=40), "held_out": [], "recipe": "mxfp4"}
+    (estimate,), (measured,) = (
+        [row for row in diagnosed(model, confirm=number, **options).rows if row.gemm == "fprop"] for number in (0, 1)
+    )
+    assert estimate.by_sequence == pytest.approx(measured.measured, rel=0.25)
+    assert estimate.by_token == pytest.approx(measured.measured, rel=0.25), "tokens do not meet in this model"
+
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    alone, targets = (
+        diagnosed(model, run=run, labels="data", confirm=0, **options).total
+        for run in (loss, lambda tokens: (model(tokens), tokens))
+    )
+    assert alone == pytest.approx(targets, rel=1e-4), "the number of tokens is not that of rows of all calls"
+
+
+class Towers(nn.Module):
+    """One tower that reads two texts of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.up_proj = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(2 * WIDTH, 5)
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        both = [torch.tanh(self.up_proj(self.embed(one) * 3)).mean(1) for one in tokens_ST.split([5, LENGTH - 5], 1)]
+        return 8 * self.head(torch.cat(both, dim=-1))
+
+
+def test_of_two_towers_the_errors_of_a_pair_are_one_error() -> None:
+    model = Towers().eval()
+    options: Any = {"targets": ["up_proj"], "batches": batches_of(4, size=120), "held_out": [], "recipe": "mxfp4"}
+    found = diagnosed(model, confirm=0, **options)
+    (row,) = [row for row in diagnosed(model, confirm=1, **options).rows if row.gemm == "fprop"]
+    assert row.by_sequence == pytest.approx(row.measured, rel=0.25) and found.rows[0].value == row.by_sequence
+
+    def loss(tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens), tokens[:, 0] % 5)
+
+    alone, targets = (
+        diagnosed(model, run=run, labels="data", confirm=0, **options).total
+        for run in (loss, lambda tokens: (model(tokens), tokens[:, 0] % 5))
+    )
+    assert alone == pytest.approx(targets, rel=1e-4), "a loss term per pair, not per token"
 
 
 def test_a_loss_alone_counts_its_own_terms() -> None:
@@ -576,6 +660,40 @@ def test_the_model_is_as_it_was_after_a_mistake_in_what_is_beside() -> None:
             diagnosed(model, **{"include": ["head", "kv"]} | options)
     diagnosed(model, include=["head", "router"], batches=batches_of(2), confirm=1, held_out=())
     assert all(type(module) is nn.Linear for module in (model.head, model.router))
+
+
+class Odd(Mixer):
+    """Its attention is called below a module of its own, in some batches alone, and without a dimension of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Flat()
+
+    def forward(self, tokens_ST: Tensor) -> Tensor:
+        y = super().forward(tokens_ST)
+        return y + self.more(y) if tokens_ST[0, 0] % 2 else y
+
+
+class Flat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([F.scaled_dot_product_attention(one, one, one, is_causal=True) for one in x])
+
+
+def test_caches_of_odd_attention() -> None:
+    batches = batches_of(4)
+    for i, batch in enumerate(batches):
+        batch[0, 0] = i
+    found = diagnosed(Odd().eval(), include=["kv"], batches=batches, **BESIDE)
+    assert {row.operator for row in found.unplanned} == {"k_cache", "v_cache", "more.k_cache", "more.v_cache"}
+    assert all(row.measured and 0.1 < row.by_token / row.measured < 10 for row in found.unplanned)
+    model = Mixer()
+
+    def attends(tokens: Tensor) -> Tensor:
+        y = model.head(model.layers[0]["up_proj"](model.embed(tokens)))
+        return F.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+    outside = diagnosed(model, run=attends, include=["kv"], **BESIDE)
+    assert {row.operator for row in outside.unplanned} == {"k_cache", "v_cache"}
 
 
 def test_an_attention_that_is_not_seen_is_refused() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from test_linear import WIDTH, gradients, inputs, model
 from test_simulated import same
 from torch import nn
 
+import gnmr
 from gnmr.conversion import PathLinear, PathSpec, convert
 from gnmr.formats import cast
 from gnmr.formats.number_formats import FORMATS
@@ -262,3 +266,27 @@ def test_a_forward_that_paths_cannot_reach_is_refused_and_a_later_one_outlives_t
     assert torch.equal(net["up_proj"](inputs()), plain)
     with pytest.raises(ValueError, match=r"^up_proj: its forward was replaced on the module itself"):
         convert(net, PathSpec.of("nvfp4", None))
+
+
+def step_of(_process: int, net: nn.Module, norms: torch.Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        norms[0] = torch.stack([gradient.norm() for gradient in gradients(net, inputs())]).sum()
+
+
+@pytest.mark.parametrize("low", ["nvfp4", "fp8_delayed"])
+def test_an_attached_model_crosses_to_another_process_without_a_word(low: str) -> None:
+    """What it takes along is pickled and rebuilt here, as `torch.multiprocessing.spawn` has it."""
+    net = model()
+    controller = gnmr.attach(net, low=low, recovery="bf16", backend="simulated", signal="grad_norm", alpha=1.5)
+    gradients(net, inputs())
+    controller.step()
+    net.zero_grad()
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ForkingPickler(buffer).dump(net)
+    found, expected = torch.zeros(1), torch.zeros(1)
+    step_of(0, pickle.loads(buffer.getvalue()), found)
+    step_of(0, net, expected)
+    assert torch.equal(found, expected)

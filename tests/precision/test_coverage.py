@@ -292,3 +292,10 @@ def test_a_converted_linear_with_its_own_forward_counts_once() -> None:
     converted = convert(model, PathSpec.of("mxfp8", "bf16", targets=["up_proj"]))
     found = count(model, run, converted.operators)
     assert found.called() == plain.called() == {"up_proj": 4 * 32 * 64, "head": 4 * 64 * 8}
+
+
+def test_a_bilinear_counts_its_products() -> None:
+    model = nn.ModuleDict({"pair": nn.Bilinear(6, 10, 7), "plain": nn.Linear(7, 3)})
+    found = count(model, lambda: model["plain"](model["pair"](torch.randn(2, 5, 6), torch.randn(2, 5, 10))))
+    assert found.products == {Product("pair", "Bilinear"): 10 * 6 * 10 * 7, Product("plain", "Linear"): 10 * 7 * 3}
+    assert "pair (Bilinear)" in found.line(["plain"])

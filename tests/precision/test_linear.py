@@ -191,6 +191,24 @@ def test_a_buffer_that_is_refilled_is_cast_anew_in_each_pass(low: str, how: str)
     torch.testing.assert_close(answers[1], 2 * answers[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("low", ["int4", "bf16", "llm_int8"])
+def test_an_array_may_change_between_two_readers_of_one_pass(low: str) -> None:
+    """So its readers share nothing; the memory model knows."""
+    net = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False), "b": nn.Linear(32, 8, bias=False)})
+    converted = convert(net, PathSpec.of(low, None, targets=["a", "b"], backend=backend(low)))
+    x, fill = refilled("array")
+    ones = net["b"](torch.ones(4, 32)).detach()
+    first = net["a"](x)
+    if low != "bf16":  # that keeps the array itself, as nn.Linear does
+        fill(2.0)
+    second = net["b"](x)
+    assert converted.cost.saved_bytes() == converted.cost.predicted_bytes() > 0
+    (first.sum() + second.sum()).backward()
+    value = 2.0 if low != "bf16" else 1.0
+    torch.testing.assert_close(second, value * ones, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(net["b"].weight.grad, torch.full((8, 32), 4 * value), rtol=0.05, atol=0)
+
+
 @pytest.mark.parametrize("low", ["int8", "llm_int8"])
 def test_what_was_cast_of_a_tensor_goes_with_it(low: str) -> None:
     """Nobody calls `end_step` while a model answers."""
@@ -248,6 +266,26 @@ def test_a_model_that_moved_to_another_device_is_told() -> None:
         net.to("meta")
         with pytest.raises(ValueError, match=r"^0 is on meta and was given its paths on cpu: move the model first"):
             net(torch.ones(2, 32, device="meta"))
+
+
+@pytest.mark.parametrize("low", ["int4", "fp8_delayed"])
+def test_a_damaged_state_of_the_paths_changes_nothing(low: str) -> None:
+    rounding = "stochastic" if low == "int4" else "nearest"
+    converted = convert(
+        nn.Sequential(nn.Linear(32, 32)), PathSpec.of(low, None, targets="?", rounding=rounding, backend=backend(low))
+    )
+    name = "rounding" if low == "int4" else "largest"
+    before, good = converted.state_dict(), converted.state_dict()
+    bad: list[object] = [None, 3, torch.zeros(3, dtype=torch.uint8), "x"]
+    bad += [torch.full_like(good[name], torch.nan), -torch.ones_like(good[name])] if name == "largest" else []
+    for value in bad:
+        with pytest.raises(ValueError, match=r"^the paths' state is damaged \([^\n]*\)$"):
+            converted.load_state_dict({**good, name: value})
+    with pytest.raises(ValueError, match="the paths' state is damaged"):
+        converted.load_state_dict({key: value for key, value in good.items() if key != name})
+    with pytest.raises(ValueError, match="belongs to unknown paths"):
+        converted.load_state_dict(3)
+    assert torch.equal(converted.state_dict()[name], before[name])
 
 
 @pytest.mark.parametrize(
