@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,8 @@ import gnmr
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 LEFT = "was still there when the next backward pass began"
 TWICE = "no backward pass came since the last step()"
+IDLE = "units had no gradient in the first 3 steps"
+GONE = "d_proj: has no gradient in step 5, but had one before"
 
 
 class Loop:
@@ -106,6 +110,18 @@ def twice(it: Loop, step: int) -> None:
     it.end()
 
 
+def half(it: Loop, step: int) -> None:
+    it.take(it.loss("ab"))
+
+
+def half_of_zeros(it: Loop, step: int) -> None:
+    it.take(it.loss("ab") + 0 * it.loss("cd"), set_to_none=False)
+
+
+def some_steps(it: Loop, step: int) -> None:
+    it.take(it.loss("abc" if step % 5 == 4 else "abcd"))
+
+
 def right(it: Loop, step: int) -> None:
     it.take(it.loss())
 
@@ -180,6 +196,9 @@ def told(body: Callable[[Loop, int], None], steps: int = 14, **how: Any) -> list
         (never_zeroed, LEFT),
         (a_step_a_micro_batch, LEFT),
         (twice, TWICE),
+        (half, f"2 of 4 {IDLE} (the first is c_proj)"),
+        (half_of_zeros, f"2 of 4 {IDLE} (the first is c_proj)"),
+        (some_steps, GONE),
         (clipped_before, "the norm of all gradients was 0.01 in each of the first 5 steps: they seem to be clipped"),
     ],
 )
@@ -226,6 +245,22 @@ def test_an_optimizer_in_backward_is_no_loop_without_zero_grad() -> None:
             it.controller.step()
 
 
+def test_idle_experts_and_frozen_parts_are_not_told() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"in_proj": nn.Linear(16, 16), "experts": nn.ModuleList()})
+    model["experts"].extend(nn.ModuleDict({"up_proj": nn.Linear(16, 16)}) for _ in range(6))
+    model["out_proj"] = nn.Linear(16, 16).requires_grad_(False)
+    with pytest.warns(UserWarning, match="1 of 8 units have no trainable parameter"):
+        controller = gnmr.attach(model, low="sim_int4", recovery="bf16", max_o=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(12):
+            y = model["experts"][step % 6]["up_proj"](model["in_proj"](X))
+            model["out_proj"](y).square().mean().backward()
+            controller.step()
+            model.zero_grad()
+
+
 def never(it: Loop, step: int) -> None:
     it.loss().backward()
     it.end()
@@ -258,3 +293,32 @@ def test_what_is_told_at_the_end() -> None:
     assert hint.startswith("still calibrating after 14 of 100 steps: nothing was ever routed")
     assert told(never, recovery=None) == [] == told(never, signal="always_low"), "there is nothing to route"
     assert told(evaluated) == []
+
+
+SCRIPT = """
+import torch, gnmr; from torch import nn
+def main():
+    m = nn.ModuleDict({k: nn.Linear(16, 16) for k in ("a_proj", "b_proj")})
+    KEPT
+    for i in range(3):
+        m["b_proj"](m["a_proj"](torch.randn(8, 16))).square().mean().backward()
+        STEP
+        m.zero_grad()
+    return m
+model = main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kept", "step", "line"),
+    [
+        ("gnmr.attach(m, low='sim_int4', recovery='bf16', max_o=1)", "", "step() was never called"),
+        ("c = gnmr.attach(m, low='sim_int4', recovery='bf16', max_o=1)", "c.step()", ""),
+    ],
+    ids=["never", "right"],
+)
+def test_at_the_end_of_the_process(kept: str, step: str, line: str) -> None:
+    text = SCRIPT.replace("KEPT", kept).replace("STEP", step or "pass")
+    outcome = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    assert line in outcome.stderr and bool(line) == bool(outcome.stderr), outcome.stderr

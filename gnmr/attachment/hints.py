@@ -5,6 +5,8 @@
     twice    no backward pass since the last step                       step() twice after one backward pass
     clipped  the norm of all gradients is the same in each of           clipping before step()
              the first steps, and the units' norms are not
+    idle     half of the units never have a gradient, or a unit that    a part of the model that the loss does not
+             had one has none in some step                              depend on; experts may be idle
     never    the use of a model ended, and nothing was ever routed      no step() at all, or a calibration that is
                                                                         longer than the training
 
@@ -34,6 +36,8 @@ _HOOKED_STEPS = 10
 """Number of first steps in which hooks check gradients."""
 _CLIPPED_STEPS, _EQUAL_TOTALS, _DIFFERENT_NORMS = 5, 1e-3, 0.02
 """Steps whose norms of all gradients are compared, their largest relative difference, and the least of units' norms."""
+_STEPS_TO_BE_IDLE = 3
+"""Steps after which a unit that never had a gradient counts as one without."""
 
 
 class LoopHints:
@@ -47,7 +51,7 @@ class LoopHints:
         self._totals: list[np.ndarray] = []
         """Norm of all gradients of the model in each of the first steps, (1,), or (0,) where it is not known."""
         self._unit_norms: list[np.ndarray] = []
-        self._num_hooked_steps = 0
+        self._num_observed_steps = self._num_hooked_steps = 0
         self._handles: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
         """Hooks by unit name, for parameters that no backward pass has reached since `watch`."""
         self._left_norms: dict[str, Tensor] = {}
@@ -70,6 +74,12 @@ class LoopHints:
         self.release()
         trained = [[p for p in unit.parameters if p.requires_grad] for unit in units]
         self._first = {unit.name: parameters[0] for unit, parameters in zip(units, trained, strict=True) if parameters}
+        # An expert without tokens has no gradient, and that is no mistake.
+        self._expected = np.array(
+            [bool(parameters) and "expert" not in unit.name for unit, parameters in zip(units, trained, strict=True)],
+            dtype=bool,
+        )
+        """(U,) bool: units that are expected to have a gradient in every step."""
 
     def watch(self, other_parameters: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         """Set the hooks for the next backward pass; if no unit is trained, on the first trained other parameter."""
@@ -119,11 +129,13 @@ class LoopHints:
         self._calibrating = calibrating
         if "total" in packet.host:
             self._totals.append(packet.host["total"])
+        self._num_observed_steps += bool(decision.observed.any())
         texts = {
             "zeros": self._zeros(decision),
             "left": self._left_over(packet.host["left"]),
             "twice": self._twice(decision),
             "clipped": self._clipped(decision),
+            "idle": self._idle(decision),
         }
         # Only now: the checks above compare this step with the ones before.
         self._observed_before |= decision.observed
@@ -176,6 +188,28 @@ class LoopHints:
         return (
             f"the norm of all gradients was {totals[0]:.4g} in each of the first {_CLIPPED_STEPS} steps: they seem to "
             "be clipped before step(), which hides a unit whose gradient grows; call step() first, then clip"
+        )
+
+    def _idle(self, decision: Decision) -> str:
+        observed = decision.observed
+        if not observed.any():
+            return ""
+        # Never observed: half of the units or more, after some steps
+        never = self._expected & ~self._observed_before & ~observed
+        if self._num_observed_steps == _STEPS_TO_BE_IDLE and 2 * never.sum() >= self._expected.sum() > 0:
+            return (
+                f"{never.sum()} of {self._expected.sum()} units had no gradient in the first {_STEPS_TO_BE_IDLE} steps "
+                f"(the first is {decision.units[int(never.argmax())]}): the loss does not depend on them, so they are "
+                "never routed; leave them out of the targets, or call step() after the backward pass that reaches them"
+            )
+        # Observed before, and not now
+        gone = np.flatnonzero(self._expected & self._observed_before & ~observed)
+        if not len(gone):
+            return ""
+        more = f", nor have {len(gone) - 1} others" if len(gone) > 1 else ""
+        return (
+            f"{decision.units[gone[0]]}: has no gradient in step {decision.step}, but had one before{more}: it did not "
+            "run, or its part of the loss was masked; such steps do not count for it"
         )
 
     def watch_use(self, model: nn.Module, low: str) -> None:

@@ -598,6 +598,13 @@ def head_or_router(operator: Operator, state: str) -> Finding:
     return Finding(operator.role, (operator.name,), problem, "16 bits, as every published recipe has it")
 
 
+def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
+    """Return a finding for each declared recipe that is not among the `named` recipes of the paths."""
+    right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
+    problem = "is declared, and no path is on it"
+    return [Finding("unused recipe", (name,), problem, right) for name in declared if name not in named]
+
+
 # ---- findings on the model and its pass ----
 
 

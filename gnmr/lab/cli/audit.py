@@ -174,7 +174,7 @@ def _audited(options: Namespace, place: str, config: Config | None) -> tuple[Aud
     # The model's low path: a run's own, that of a plan, or a recipe less what the lists leave out.
     of_conversion: list[Finding] = []
     if config is not None:
-        _as_trained(subject, config)
+        of_conversion = _as_trained(subject, config)
         lists |= _lists_of(config.precision)
     elif plan is not None:
         with as_user_error():
@@ -195,8 +195,9 @@ def _audited(options: Namespace, place: str, config: Config | None) -> tuple[Aud
     return replace(result, findings=(*of_conversion, *result.findings)), subject.name
 
 
-def _as_trained(subject: Subject, config: Config) -> None:
-    """Put a run's model on its low path."""
+def _as_trained(subject: Subject, config: Config) -> list[Finding]:
+    """Put a run's model on its low path; return findings on unused declarations in its config."""
+    from gnmr.auditing.audit import unused_recipes
     from gnmr.lab.train.build import build_converted
     from gnmr.lab.train.checkpoint import load_model
 
@@ -206,6 +207,7 @@ def _as_trained(subject: Subject, config: Config) -> None:
     # Every operator on its low path, whatever the controller chose last: that is the recipe in question.
     for operator in subject.converted.operators:
         operator.switch(False)
+    return unused_recipes(list(config.precision.recipes), [config.precision.low, config.precision.recovery])
 
 
 def _lists_of(spec: PathSpec) -> dict[str, list[str]]:
