@@ -188,6 +188,16 @@ def test_what_activation_checkpointing_recomputes_counts_once(reentrant: bool) -
     assert sum(controller.converted.cost.work.operators) == 64 * 2 * (BLOCK - 64)
 
 
+def test_a_part_that_runs_with_gradients_in_its_recomputation_alone_is_counted() -> None:
+    model = Model()
+    controller = attach(model.layers[0], **PATHS, signal="always_low")
+    for _ in range(2):
+        checkpoint(model.layers[0], model.table(TOKENS), use_reentrant=True).sum().backward()
+    controller.step()
+    assert controller.converted.cost.work is not None
+    assert sum(controller.converted.cost.work.operators) == 2 * 64 * (BLOCK - 64)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("then", ["goes on", "attaches again", "detaches"])
 @pytest.mark.parametrize("prepend", [False, True])
