@@ -47,6 +47,30 @@ def test_composing_and_mistakes_load_no_torch(word):
 
 
 @pytest.mark.slow
+def test_a_run_trains_before_it_imports_what_checkpoints_and_compiled_models_need(tiny_words):
+    heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"}
+    heavy |= {"transformers", "datasets", "huggingface_hub", "wandb", "pandas", "scipy", "statsmodels", "jinja2"}
+    # The first checkpoint comes after the first rows, and its module is imported for it.
+    program = """
+import sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "gnmr.lab.train.state_files":
+            print("imported:", *sys.modules)
+
+sys.meta_path.insert(0, Watch())
+from gnmr.lab.cli import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+    done = process("-c", program, "train", *tiny_words, "model.outlier_channels.number=2")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
+    assert "gnmr.lab.train.step" in line.split() and not heavy & {*line.split()}
+
+
+@pytest.mark.slow
 def test_a_run_that_is_done_says_so_without_torch(gnmr, tiny_words):
     assert gnmr("train", *tiny_words).code == 0
     out, heavy = loaded("train", *tiny_words)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gnmr.compiler import compiled_code_eagerly
 from gnmr.control import Unit
 from gnmr.control.measurements import of_shards, part_of, summed
 from gnmr.control.norms import Distinct
@@ -111,7 +112,7 @@ class StepRepeater:
         try:
             with (
                 self.converted.high_precision() if sixteen else nullcontext(),
-                nullcontext() if compiled else torch.compiler.set_stance("force_eager"),
+                nullcontext() if compiled else compiled_code_eagerly(),
             ):
                 yield
         finally:

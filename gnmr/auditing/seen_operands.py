@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from gnmr.compiler import compiled_code_eagerly
 from gnmr.conversion.passes import in_backward
 from gnmr.conversion.reads import is_sharded
 from gnmr.errors import first_few
@@ -533,7 +534,7 @@ def watching(operators: Sequence[Operator], progress: Callable[[int], None]) -> 
             # Tensor parallelism takes this process's part of the output in a hook of its own.
             first = isinstance(module, nn.Linear) and is_sharded(module.weight)
             stack.callback(module.register_forward_hook(after, always_call=True, prepend=first).remove)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(compiled_code_eagerly())
         with watch:
             yield watch
     watch.finish()

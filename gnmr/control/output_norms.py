@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gnmr.compiler import between_graphs, compiler_loaded
 from gnmr.control.device import flags
 from gnmr.control.unit import Slice
 from gnmr.errors import warn
@@ -146,12 +147,16 @@ class OutputGradients:
         for handle in self._handles:
             handle.remove()
 
-    @torch.compiler.disable
     def _forward(self, index: int, _module: nn.Module, _inputs: object, output: object) -> None:
+        (self._watch_between_graphs if compiler_loaded() else self._watch)(index, output)
+
+    def _watch(self, index: int, output: object) -> None:
         # A hook on the tensor, not on the module: it fires once even if the forward pass is recomputed.
         y = _first(output)
         if y is not None and y.requires_grad:
             y.register_hook(partial(self._backward, index))
+
+    _watch_between_graphs = between_graphs(_watch)
 
     @torch.no_grad()
     def _backward(self, index: int, grad: Tensor) -> None:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from gnmr.compiler import between_graphs, compiler_loaded
 from gnmr.conversion.int8 import Int8Linear
 from gnmr.conversion.linear import PathLinear, exchange_class
 from gnmr.conversion.passes import Pass, begin
@@ -310,10 +311,9 @@ class WeightOwner(nn.Module):
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling() and self.path_operators[0].shared.high_precision:
             return type(self).plain_class.forward(self, *args, **kwargs)
-        return self._between_graphs(args, kwargs)
+        return self._between_graphs(args, kwargs) if compiler_loaded() else self._on_path(args, kwargs)
 
-    @torch.compiler.disable
-    def _between_graphs(self, args: Any, kwargs: Any) -> Any:
+    def _on_path(self, args: Any, kwargs: Any) -> Any:
         shared = self.path_operators[0].shared
         path = None if shared.high_precision else self.path_operators[0].low
         now = Pass(path, frozenset(), frozenset(GEMMS), shared.step, None, None, False)
@@ -325,6 +325,8 @@ class WeightOwner(nn.Module):
             output = type(self).run_forward(self, *args, **kwargs)
         products.end()
         return output
+
+    _between_graphs = between_graphs(_on_path)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls = type(self)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
+from gnmr.compiler import between_graphs, compiler_loaded
 from gnmr.conversion.gemms import GemmContext, LinearFunction, SavedCopyContext, casts_nothing
 from gnmr.conversion.passes import Pass, begin, in_backward
 from gnmr.conversion.reads import SHARDED, Place, is_sharded, place_of
@@ -187,7 +188,7 @@ class PathLinear(nn.Linear):
             # Dynamo of torch 2.11 does not support a bool as index.
             recipe, linear = linears[1] if self.recovering else linears[0]
             return linear(input, self.weight, self.bias, tally, autocast_dtype(input), keeps, recipe)
-        return self._between_graphs(input)
+        return self._between_graphs(input) if compiler_loaded() else self._on_begun_path(input)
 
     def _fits_graph(self, input: Tensor) -> bool:
         """Return whether no probe or fault is active, and casts can be counted in a backward pass."""
@@ -198,10 +199,7 @@ class PathLinear(nn.Linear):
         counts = not torch.is_grad_enabled() or input.requires_grad or self.weight.requires_grad
         return counts and not disturbed and input.numel() > 0
 
-    # Keep this out of graphs: torch.compile would specialize blocks on combinations of paths, and copies are found by
-    # the identity of tensors.
-    @torch.compiler.disable
-    def _between_graphs(self, input: Tensor) -> Tensor:
+    def _on_begun_path(self, input: Tensor) -> Tensor:
         begun = self._begin()
         output, prices = self._on_path(input, begun), self.shared.prices
         if prices is not None and prices.enabled and begun.path is not None:
@@ -209,6 +207,10 @@ class PathLinear(nn.Linear):
         if self.shared.watch is not None:
             always_recomputed(self.shared.watch)(self, input, output)
         return output
+
+    # Not in graphs: torch.compile would specialize blocks on combinations of paths, and copies are found by the
+    # identity of tensors.
+    _between_graphs = between_graphs(_on_begun_path)
 
     def _begin(self) -> Pass:
         """Return the pass that begins, or the pass that activation checkpointing repeats."""

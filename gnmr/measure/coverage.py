@@ -29,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public path to it
 from torch.utils.flop_counter import flop_registry
 
+from gnmr.compiler import between_graphs, compiled_code_eagerly, compiler_loaded
 from gnmr.conversion.cost import Work
 from gnmr.conversion.linear import PathLinear, transformed
 from gnmr.conversion.passes import in_backward
@@ -257,7 +258,7 @@ class Counting(TorchDispatchMode):
         self._find_weights()
         self._open = True
         try:
-            with torch.compiler.set_stance("force_eager"), self:
+            with compiled_code_eagerly(), self:
                 yield
         finally:
             self.disarm()
@@ -337,7 +338,15 @@ class Counting(TorchDispatchMode):
     # ---- products ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return (self._dispatch_between_graphs if compiler_loaded() else self._dispatch)(func, args, kwargs or {})
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, or torch imports its compiler in order to keep `__torch_dispatch__` out of graphs."""
+        # Private. If it goes, the compiler is imported again, and nothing else changes.
+        return False
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = _name_of(func)
         if name.startswith(_LAYOUT):  # a subclass asks for what its own methods answer
             return NotImplemented
@@ -364,6 +373,8 @@ class Counting(TorchDispatchMode):
             operands = [*_tensors((args, kwargs))]
             self._count(formula(args, kwargs, output), operands[1:] if name in _SUMS else operands)
         return output
+
+    _dispatch_between_graphs = between_graphs(_dispatch)
 
     def _count(self, multiplications: int, operands: Sequence[Tensor]) -> None:
         product = self._product_of(operands)
@@ -448,6 +459,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _frames_compiled() -> int:
     """Return how many functions torch.compile has looked at in this process."""
+    if not compiler_loaded():
+        return 0
     return int(torch._dynamo.utils.counters["frames"]["total"])  # private, until torch.compiler has such a count
 
 

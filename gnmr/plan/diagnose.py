@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from gnmr.compiler import compiled_code_eagerly
 from gnmr.conversion import ConvertedModel, PathLinear, convert
 from gnmr.conversion.adapters import operators_in
 from gnmr.conversion.converting import operator_shapes
@@ -195,7 +195,7 @@ def diagnose(
         as_it_was(model),
         # Passes that are compared, and passes in which products are counted, must run the same kernels. The stance is
         # in force from the call on, so nothing may fail between the call and this block.
-        torch.compiler.set_stance("force_eager"),
+        compiled_code_eagerly(),
         _converted(model, paths, include, cast) as (converted, unplanned),
     ):
         sides = paths.give_recipes(converted)

@@ -19,6 +19,7 @@ from everything import differences, everything, same_bits
 from gnmr.errors import RunFailed, UserError
 from gnmr.lab.data.tokens import prepare
 from gnmr.lab.train import checkpoint as checkpoint_module
+from gnmr.lab.train import state_files
 from gnmr.lab.train.build import Parts, assemble
 from gnmr.lab.train.checkpoint import Checkpointer, find, load_model, steps_in
 
@@ -298,7 +299,7 @@ def test_a_foreign_checkpoint_runs_no_code(spoil, saved, copied, checkpointer, t
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_an_index_is_read_whichever_python_wrote_it(module):
     """Python 3.13 pickles paths under another name."""
-    assert checkpoint_module._Index(BytesIO(f"c{module}\nPosixPath\n.".encode())).load() is PosixPath
+    assert state_files._Index(BytesIO(f"c{module}\nPosixPath\n.".encode())).load() is PosixPath
 
 
 @pytest.mark.parametrize("what", ["weight", "moment"])

@@ -148,8 +148,7 @@ def _linears(place: str, config: Config | None) -> ModelLinears:
     if checkpoint is not None:
         return linears_of(pretrained.empty(checkpoint, torch.bfloat16, place, causal=False), checkpoint)
     assert config is not None
-    with torch.device("meta"):
-        model: nn.Module = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+    model: nn.Module = models.build_empty(config.model, config.data.vocab_size, config.training.seq_len)
     # Our models have the layout of Hugging Face without its prefix, which lists expect.
     names = [f"model.{name}" if name.startswith("layers.") else name for name in linears_of(model).saved]
     return ModelLinears({name: (name,) for name in names})

@@ -168,8 +168,7 @@ def _run(folder: Path, device: torch.device) -> Subject:
     corpus = _corpus(folder, config)
     refuse_run(config, device, corpus.vocab_size)
     # Nothing is initialized, because load_model overwrites every weight.
-    with torch.device("meta"):
-        model = models.build(config.model, corpus.vocab_size, config.training.seq_len)
+    model = models.build_empty(config.model, corpus.vocab_size, config.training.seq_len)
     model.to(getattr(torch, config.training.dtype)).to_empty(device=device)
     facts = _facts(config, model, None) | {"step": load_model(folder / "checkpoints", model, None)}
     try:

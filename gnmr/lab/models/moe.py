@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gnmr.compiler import between_graphs, compiler_loaded
 from gnmr.lab.config import ModelConfig
 from gnmr.lab.models.decoders import GELUMLP, GPT, Attention, Block
 
@@ -78,9 +79,11 @@ class MoEMLP(nn.Module):
         self.router = ExpertRouter(config.hidden_size, options.number)
         self.experts = nn.ModuleList(GELUMLP(config) for _ in range(options.number))
 
-    @torch.compiler.disable
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, ExpertShares]:
         """Map x_BTD to (y_BTD, ExpertShares). On a GPU, wait once for the number of tokens of each expert."""
+        return self._between_graphs(x_BTD) if compiler_loaded() else self._mix(x_BTD)
+
+    def _mix(self, x_BTD: Tensor) -> tuple[Tensor, ExpertShares]:
         x_ND = x_BTD.flatten(0, 1)
         weight_Nk, expert_Nk, count_E, balance_loss = self.route(x_ND)
         order_R = expert_Nk.flatten().argsort(stable=True)
@@ -95,6 +98,8 @@ class MoEMLP(nn.Module):
         outputs = [expert(rows) for expert, rows in zip(self.experts, slices, strict=True)]
         y_ND = _Combine.apply(torch.cat([y for y in outputs if len(y) > 0]), weight_Nk, order_R, token_R, place_Nk)
         return y_ND.view_as(x_BTD), ExpertShares(count_E / len(order_R), balance_loss)
+
+    _between_graphs = between_graphs(_mix)
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (weight_Nk in FP32, expert_Nk int64, assignments count_E int64, balancing loss)."""

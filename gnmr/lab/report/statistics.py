@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 LEVEL = 0.05
 POWER = 0.8
@@ -79,21 +79,23 @@ class Contrast(NamedTuple):
     @property
     def p(self) -> float:
         """Two-sided p of no difference."""
-        return float(2 * stats.t.sf(abs(self.estimate) / self.error, self.freedom) if self.error else not self.estimate)
+        if not self.error:
+            return float(not self.estimate)
+        return float(2 * special.stdtr(self.freedom, -abs(self.estimate) / self.error))
 
     @property
     def above(self) -> float:
         """One-sided p against the contrast being at most 0."""
         if not self.error:
             return 0.5 - 0.5 * float(np.sign(self.estimate))
-        return float(stats.t.sf(self.estimate / self.error, self.freedom))
+        return float(special.stdtr(self.freedom, -self.estimate / self.error))
 
     @property
     def interval(self) -> tuple[float, float] | None:
         """95%, not adjusted for other contrasts; None without a degree of freedom."""
         if self.freedom < 1:
             return None
-        half = float(stats.t.ppf(1 - LEVEL / 2, self.freedom)) * self.error
+        half = float(special.stdtrit(self.freedom, 1 - LEVEL / 2)) * self.error
         return self.estimate - half, self.estimate + half
 
 
@@ -132,6 +134,8 @@ def paired(values: Values, arm: str, control: str) -> Result:
     pairs = np.array([(values[arm][r], values[control][r]) for r in common], dtype=float).reshape(-1, 2)
     n, diverged = len(pairs), (~np.isfinite(pairs)).sum(axis=0).tolist()
     if any(diverged):
+        from scipy import stats  # its import takes as long as the rest of a report
+
         # A sign test, in which a diverged run is worse than any other, and Fisher's test of the numbers that diverged.
         wins, losses = int((pairs[:, 0] < pairs[:, 1]).sum()), int((pairs[:, 0] > pairs[:, 1]).sum())
         sign = stats.binomtest(wins, wins + losses).pvalue if wins + losses else 1.0
@@ -219,7 +223,7 @@ class Model:
         if estimated is None or not estimated[0][1]:
             return None
         (a, b), cov, freedom = estimated
-        t2 = float(stats.t.ppf(1 - LEVEL / 2, freedom)) ** 2
+        t2 = float(special.stdtrit(freedom, 1 - LEVEL / 2)) ** 2
         # |a - s b|^2 <= t^2 var(a - s b) as a quadratic in s
         square, linear, constant = b * b - t2 * cov[1, 1], -2 * (a * b - t2 * cov[0, 1]), a * a - t2 * cov[0, 0]
         # The gap may be 0, so the interval has no ends.
@@ -235,6 +239,8 @@ def _spread_p(exog: np.ndarray, residual: np.ndarray, groups: Sequence[np.ndarra
     Residuals are fewer than they look, so the p-value is the place of the statistic among those of `_DRAWS` draws from
     the model itself. With three replicates the tabulated p-value finds hardly anything.
     """
+    from scipy import stats
+
     null = np.random.default_rng(0).standard_normal((_DRAWS, len(residual)))
     null -= null @ (exog @ np.linalg.pinv(exog)).T
     rows = np.concatenate([residual[None], null])

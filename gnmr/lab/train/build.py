@@ -443,8 +443,7 @@ def empty_model(config: Config) -> nn.Module:
     """
     dtype = getattr(torch, config.training.dtype)
     if config.model.checkpoint is None:
-        with torch.device("meta"):
-            built = models.build(config.model, config.data.vocab_size, config.training.seq_len)
+        built = models.build_empty(config.model, config.data.vocab_size, config.training.seq_len)
         _outliers(config, built, torch.Generator())
         return built.to(dtype)
     model = pretrained.empty(config.model.checkpoint, dtype)

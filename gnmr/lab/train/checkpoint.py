@@ -6,8 +6,7 @@
 All files are written and synced under a temporary name first, so a folder with its final name is complete. If a folder
 is corrupt nevertheless, the previous checkpoint is used. meta.json holds the sha256 of every other file.
 
-PyTorch stores its index and plain values as pickles. Restricted unpicklers read them: they admit a few classes and no
-functions, so a checkpoint from an untrusted source cannot run code.
+`state_files` writes and reads the state itself. It is imported when it is needed, because its import takes a second.
 """
 
 from __future__ import annotations
@@ -15,54 +14,31 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from io import BytesIO
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from gnmr.attachment import Router
 from gnmr.attachment.ranks.reduce import is_sharded, local
 from gnmr.attachment.ranks.world import ALONE, World
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import RunFailed, UserError, writing
-from gnmr.records.disk import no_link, sha256, sync_folder
+from gnmr.records.disk import sha256, sync_folder
 
 Meta = dict[str, Any]  # meta.json: the host state, the run that owns the checkpoint, and the sha256 of every other file
-_META, _META_SUM, _INDEX = "meta.json", "meta.sha256", ".metadata"
+_META, _META_SUM = "meta.json", "meta.sha256"
+_INDEX = ".metadata"  # of torch.distributed.checkpoint
 _NAME = r"step-(\d{8})"
 _ANEW = "start again in another run_dir"
-_INDEX_NAMES = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-        *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.serialization": ("_get_layout",),
-    "torch": ("Size",),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),
-}
 
 
 class HasState(Protocol):
@@ -105,8 +81,10 @@ class Checkpointer:
         )
 
     def _state(self) -> dict[str, Any]:
+        from gnmr.lab.train.state_files import training_state
+
         controller = self._controller.state_dict()
-        state = _training_state(self._model, self._optimizer) | {
+        state = training_state(self._model, self._optimizer) | {
             # Names and the step count go to meta.json with the host state.
             "controller": {key: value for key, value in controller.items() if key not in ("units", "t", "converted")},
             "plan": controller["converted"],
@@ -128,6 +106,8 @@ class Checkpointer:
             RunFailed: the checkpoint cannot be written, or a value in it is not finite. The partial checkpoint is then
                 removed, and earlier checkpoints stay.
         """
+        from gnmr.lab.train.state_files import write_state
+
         with self._world.agreed():
             # A run cannot continue from Inf or NaN, and this checkpoint would push out a good one.
             if (where := self._nonfinite()) is not None:
@@ -139,16 +119,15 @@ class Checkpointer:
         meta = {"step": step, "owner": self.owner, "units": self._controller.names, "host": host}
         try:
             self._world.from_first(lambda: self._begin(beside))
-            with _quiet():
-                dcp.save(self._state(), checkpoint_id=beside)
+            write_state(self._state(), beside)
             self._world.from_first(lambda: self._put(meta, beside, final))
-        except (OSError, CheckpointException) as error:
+        except OSError as error:
             # A full disk is not always reported as an OSError: the zip writer raises its own errors for short files.
             run = self.folder.parent
             full = run.is_dir() and shutil.disk_usage(run).free < 2**20
             if self._world.first:
                 shutil.rmtree(beside, ignore_errors=True)
-            reason = "disk full" if full else str(_cause_of(error)).partition("\n")[0]
+            reason = "disk full" if full else str(error).partition("\n")[0]
             raise RunFailed(f"{reason} while writing the checkpoint of step {step} in {self.folder}") from error
         # Older checkpoints go last: until now they were all that a killed run would have had.
         self._world.from_first(self._prune)
@@ -223,6 +202,8 @@ class Checkpointer:
         Raises:
             UserError: the checkpoint is corrupt or belongs to another run.
         """
+        from gnmr.lab.train.state_files import read_state, set_training_state
+
         path = self.folder / f"step-{step:08d}"
         meta, self._verified = self._verified, None
         if meta is None or meta["step"] != step:
@@ -232,8 +213,8 @@ class Checkpointer:
         # Loading fills tensors in place, so it needs a state with the right shapes and shards.
         state = self._state()
         with _fitting(path, "run"):
-            _read(path, meta, state)
-            _set_training_state(self._model, self._optimizer, state)
+            read_state(path, meta["files"], state)
+            set_training_state(self._model, self._optimizer, state)
             self._controller.load_state_dict(
                 {**state["controller"], "converted": state["plan"], "units": units, "t": step}
             )
@@ -300,10 +281,12 @@ def find(folder: Path) -> StoredCheckpoint:
 
 def load_training(checkpoint: StoredCheckpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load weights and optimizer state. Raises UserError if the model or optimizer differs."""
-    state = _training_state(model, optimizer)
+    from gnmr.lab.train.state_files import read_state, set_training_state, training_state
+
+    state = training_state(model, optimizer)
     with _fitting(checkpoint.path, "model"):
-        _read(checkpoint.path, checkpoint.meta, state)
-        _set_training_state(model, optimizer, state)
+        read_state(checkpoint.path, checkpoint.meta["files"], state)
+        set_training_state(model, optimizer, state)
 
 
 def load_model(folder: Path, model: nn.Module, converted: ConvertedModel | None = None) -> int:
@@ -320,15 +303,17 @@ def load_model(folder: Path, model: nn.Module, converted: ConvertedModel | None 
     Raises:
         UserError: no checkpoint is complete, or it belongs to another model.
     """
-    checkpoint, options = find(folder), _trained(model)
-    state: dict[str, Any] = {"model": get_model_state_dict(model, options=options)}
+    from gnmr.lab.train.state_files import read_state, set_weights, trained_weights
+
+    checkpoint = find(folder)
+    state: dict[str, Any] = {"model": trained_weights(model)}
     if converted is not None:
         state["plan"] = converted.state_dict()
     with _fitting(checkpoint.path, "model"):
-        _read(checkpoint.path, checkpoint.meta, state)
+        read_state(checkpoint.path, checkpoint.meta["files"], state)
         if converted is not None:
             converted.load_state_dict(state["plan"])
-        set_model_state_dict(model, state["model"], options=options)
+        set_weights(model, state["model"])
     return checkpoint.step
 
 
@@ -339,29 +324,9 @@ def gathered(model: nn.Module) -> dict[str, Tensor] | None:
     """
     if not any(is_sharded(parameter) for parameter in model.parameters()):
         return None
-    # On the CPU, because a GPU that holds one shard need not have room for all of them.
-    options = replace(_trained(model), full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(model, options=options)
-    return {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    from gnmr.lab.train.state_files import gathered_weights
 
-
-def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model, options=_trained(model)),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-
-
-def _set_training_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    set_model_state_dict(model, state["model"], options=_trained(model))
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-
-
-def _trained(model: nn.Module) -> StateDictOptions:
-    """Exclude frozen weights, which the checkpoint that the run started from contains."""
-    return StateDictOptions(
-        ignore_frozen_params=True, strict=all(parameter.requires_grad for parameter in model.parameters())
-    )
+    return gathered_weights(model)
 
 
 class CorruptCheckpoint(ValueError):
@@ -444,76 +409,12 @@ def _sum_line(text: bytes) -> bytes:
     return f"{hashlib.sha256(text).hexdigest()}  {_META}\n".encode()
 
 
-def _read(path: Path, meta: Meta, state: dict[str, Any]) -> None:
-    """Fill `state` from a checkpoint."""
-    with _quiet():
-        dcp.load(state, storage_reader=_Reader(path, meta["files"]), planner=_Planner())
-
-
-def _cause_of(error: BaseException) -> BaseException:
-    """Return the error of the first failed rank if `error` is one that dcp collected from all ranks."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
 @contextmanager
 def _fitting(path: Path, whose: str) -> Iterator[None]:
     """Raise UserError if the block cannot load the checkpoint's state."""
-    kinds = (CheckpointException, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+    kinds = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
     try:
         yield
     except kinds as error:
-        reason = str(_cause_of(error)).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(f"checkpoint {path} does not fit this {whose} ({reason}): {_ANEW}") from error
-
-
-class _Index(pickle.Unpickler):
-    """Unpickles `.metadata` and admits only the classes that PyTorch stores in it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class, function or dtype that the pickle names. Raises UnpicklingError if it is not admitted."""
-        admitted = _INDEX_NAMES.get(module, ())
-        # Only listed names: a pickle may name any function of any module, and unpickling calls it.
-        if name in admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            module = "pathlib" if module == "pathlib._local" else module  # Python 3.13 alone has that name
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its index asks for {module}.{name}")
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads only files that meta.json names, and the index with `_Index`."""
-
-    def __init__(self, path: Path, files: Mapping[str, str]) -> None:
-        super().__init__(path)
-        self._folder, self._files = path, files
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> dcp_metadata.Metadata:
-        """Return the index. Raises ValueError if it is invalid or names other files."""
-        with open(self._folder / _INDEX, "rb", opener=no_link) as file:
-            metadata = _Index(file).load()
-        if not isinstance(metadata, dcp_metadata.Metadata) or not isinstance(metadata.storage_data, dict):
-            raise ValueError(f"{_INDEX} is not an index")
-        # Other files have no checksum, and a path could lead out of the folder.
-        if any(piece.relative_path not in self._files for piece in metadata.storage_data.values()):
-            raise ValueError(f"{_INDEX} names other files")
-        # The method that this one replaces sets the id of the load too.
-        metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
-        return metadata
-
-
-class _Planner(dcp.DefaultLoadPlanner):
-    """Reads plain values with `weights_only`, so that a pickle cannot call functions."""
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Read the value with `weights_only`, serialize it again, and load that as the default planner does."""
-        plain = BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the warning of torch.distributed.checkpoint that there is no process group."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

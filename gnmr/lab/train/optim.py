@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable
 
@@ -26,6 +27,17 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     return config.lr * (config.min_lr_frac + (1 - config.min_lr_frac) * cosine)
 
 
+class UncompiledAdamW(torch.optim.AdamW):
+    """AdamW whose methods do not import torch's compiler, which takes a second. They do the same otherwise."""
+
+    # torch wraps these methods so that they stay out of the graphs of torch.compile; nothing here compiles a step.
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer of the config, with state in the parameters' dtype. Norm gains and biases (1-D) do not decay.
 
@@ -37,9 +49,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     first, second = config.betas
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(first, second), fused=True)
+    optimizer = UncompiledAdamW([g for g in groups if g["params"]], lr=config.lr, betas=(first, second), fused=True)
     # The first step would create this state only for parameters with gradients. A checkpoint needs it for all experts.
-    for p in (*matrices, *vectors):
+    # A model on the meta device, which only checks the config, has no use for it.
+    for p in (p for p in (*matrices, *vectors) if not p.is_meta):
         step = torch.zeros((), dtype=torch.float32, device=p.device)
         optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
