@@ -37,6 +37,7 @@ COMMANDS = {
         "is the recipe what you think it is: lists of names, precision in force, what the GEMMs really read",
         "RUN_OR_CHECKPOINT filter_fqns=[output,layers.1]",
     ),
+    "blame": ("which steps of a run spiked, and whether precision, data or chance caused it", "RUN html=page.html"),
 }
 """Purpose and example of each command, which is a module of this package: `main(words)` returns the exit code."""
 _PACKAGE = os.path.dirname(gnmr.__file__)

@@ -85,7 +85,7 @@ def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:
             for name, values in {"norm": matrices.norm_SU, **matrices.columns, "risk": matrices.risk_SU}.items()
         },
         "promotions": _promotions(run, place, last),
-        "verdicts": _verdicts(run, last),
+        "verdicts": verdicts(run, last),
     }
 
 
@@ -173,8 +173,8 @@ def _promotions(run: Run, place: dict[str, int], last: int) -> list[list[Any]]:
     return promotions
 
 
-def _verdicts(run: Run, last: int) -> list[tuple[int, str, str]]:
+def verdicts(run: Run, last: int) -> list[tuple[int, str, str]]:
     """Return the step, the cause and the units of each spike."""
     rows = [row for row in run.events if row.get("event") == "verdict" and isinstance(row.get("step"), int)]
-    verdicts = [(row["step"], str(row.get("cause")).replace("_", " "), str(row.get("unit") or "")) for row in rows]
-    return [row for row in verdicts if row[0] <= last][:_MOST_VERDICTS]
+    spikes = [(row["step"], str(row.get("cause")).replace("_", " "), str(row.get("unit") or "")) for row in rows]
+    return [spike for spike in spikes if spike[0] <= last][:_MOST_VERDICTS]
