@@ -165,7 +165,7 @@ def test_a_config_of_ones_own_that_is_no_yaml(gnmr, tmp_path):
         (["train", "--cfg", "jobs"], "(gnmr train --hydra-help)"),
         (["train", "--steps", "10"], "--steps: settings have no dashes; write training.steps=10"),
         (["train", "--training.steps=10"], "--training.steps=10: settings have no dashes; write training.steps=10"),
-        (["train", "a=1", "--batch-size", "4"], "write training.batch_size=4 or scores.batch_size=4"),
+        (["train", "a=1", "--batch-size", "4"], "write training.batch_size=4"),
         (["train", "--epochs", "4"], "unrecognized arguments: --epochs (gnmr train --hydra-help)"),
         (["train", "--experiment", "act_quant_stress"], "settings have no dashes; write experiment=act_quant_stress"),
         (["diagnose", "photo.jpg"], "photo.jpg"),

@@ -178,7 +178,6 @@ def test_a_setting_is_the_papers(words: tuple[str, ...]) -> None:
     loaded = compose(f"experiment={words[0]}", *words[1:])
     assert words[0].startswith(loaded.experiment_name)
     c, precision = loaded.controller, loaded.precision
-    assert c.alpha_init is None or c.init_frac == 0.025
     found = c.alpha_init, c.alpha, c.beta, c.warmup_frac, precision.low, precision.recovery, precision.unit
     assert found == SETTINGS[words] and (c.t_lock, c.delta, c.routing) == (1, 5, "thresholded")
 

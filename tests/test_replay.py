@@ -17,6 +17,7 @@ from torch import nn
 from gnmr import attach
 from gnmr.control.spec import NO_CAP
 from gnmr.control.threshold import TwoStage
+from gnmr.lab.config import controller
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl, read_units
 
@@ -25,7 +26,7 @@ VARIANTS = {
     "lock": ["controller.t_lock=3", "controller.max_o=3"],
     "warm_up": ["controller.warmup_frac=0.3"],
     "warm_up_in_16_bits": ["controller.warmup_frac=0.3", "controller.warmup_path=16bit"],
-    "two_stages": ["controller.alpha_init=1.4", "controller.init_frac=0.5"],
+    "two_stages": ["controller.alpha_init=1.4"],
     "one_signal": ["controller.alpha=null", "controller.delta=2"],
     "nonfinite": ["training.seed=5"],
 }
@@ -61,6 +62,7 @@ SLOW = ("plain", "warm_up", "one_signal")
 
 @pytest.mark.parametrize("variant", [pytest.param(v, marks=[pytest.mark.slow] * (v in SLOW)) for v in VARIANTS])
 def test_it_reproduces_the_run(variant, train, gnmr, tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "INIT_FRAC", 0.5)
     if variant == "nonfinite":
         poison(monkeypatch, unit="layers.0.mlp.up_proj", steps={3, 7})
     recorded = train(tmp_path / "run", "training.steps=12", "training.checkpoint_every=100", *VARIANTS[variant])
@@ -107,7 +109,8 @@ def test_shares_of_the_steps_are_those_of_the_run_even_if_it_ended_early(train, 
             raise ZeroDivisionError
         return plain(self, *args)
 
-    words = ["training.steps=12", "controller.alpha_init=9", "controller.beta=null", "controller.init_frac=0.5"]
+    words = ["training.steps=12", "controller.alpha_init=9", "controller.beta=null"]
+    monkeypatch.setattr(controller, "INIT_FRAC", 0.5)
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(TrainStep, "__call__", call)
         train(tmp_path / "run", *words)

@@ -28,7 +28,6 @@ RICH = [
     "training.accumulation=2",
     "optim.clip_norm=0.5",
     "controller.alpha_init=1.2",
-    "controller.init_frac=0.75",
     "controller.warmup_frac=0.25",
 ]
 MOE = ["model.name=moe", "model.num_layers=2", "training.accumulation=2", "controller.t_lock=2"]

@@ -9,6 +9,7 @@ import torch
 from everything import Waits, same_bits
 
 from gnmr.control import device
+from gnmr.lab.config import controller
 from gnmr.lab.train.build import train_step
 from gnmr.lab.train.loss import evaluate, loss_of
 from gnmr.lab.train.step import TrainStep
@@ -94,7 +95,6 @@ def test_modules_outside_of_the_units_are_watched(assembled, blocks_of, train, t
         ["controller.warmup_frac=0.4", "controller.t_lock=2"],
         [
             "controller.alpha_init=1.3",
-            "controller.init_frac=0.5",
             "training.accumulation=2",
         ],
     ],
@@ -113,6 +113,7 @@ def test_the_set_of_a_step_is_in_force_in_the_next(words, train, tmp_path, monke
         return result
 
     monkeypatch.setattr(TrainStep, "__call__", call)
+    monkeypatch.setattr(controller, "INIT_FRAC", 0.5)
     folder = train(tmp_path / "run", "training.checkpoint_every=100", *words)
     rows, events = read_jsonl(folder / "steps.jsonl"), read_jsonl(folder / "events.jsonl")
     active = [set() for _ in rows]

@@ -183,6 +183,7 @@ _HASHED_CONSTANTS = {
     "model.experts.routing_seed": None,
     "controller.beta_init": None,
     "controller.cost": "gemm",
+    "controller.init_frac": 0.025,
     "training.max_nonfinite_streak": 10,
 }
 """Those that are part of the hash, so that the folders of runs keep their names."""

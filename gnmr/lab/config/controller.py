@@ -10,6 +10,9 @@ from gnmr.control.threshold import Threshold, TwoStage, check_threshold
 from gnmr.errors import as_user_error, printable
 from gnmr.options import require, share_of, within
 
+INIT_FRAC = 0.025
+"""Length of the first of two stages, as a fraction of training.steps (5.2)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerConfig(Rules):
@@ -24,9 +27,7 @@ class ControllerConfig(Rules):
     beta: float | None = 1.3
     """Threshold of dGNMR. Null switches it off."""
     alpha_init: float | None = None
-    """Threshold of GNMR during the first init_frac of the steps (section 3, two stages). If null, alpha applies."""
-    init_frac: float = 0.025
-    """Length of the first stage as a fraction of training.steps. It has no effect unless alpha_init is set."""
+    """Threshold of GNMR during the first `INIT_FRAC` of the steps (section 3, two stages). If null, alpha applies."""
     warmup_frac: float = 0.0
     """High-fidelity warm-up: fraction of training.steps with every unit on warmup_path before control starts."""
     max_o: int | None = 4
@@ -54,7 +55,7 @@ class ControllerConfig(Rules):
         check_threshold(self.alpha_init, "alpha_init", or_null=True)
         sound = self.alpha_init is None or self.alpha is not None
         require(sound, "alpha_init", self.alpha_init, "needs controller.alpha too")
-        within(0, 1, init_frac=self.init_frac, warmup_frac=self.warmup_frac)
+        within(0, 1, warmup_frac=self.warmup_frac)
         object.__setattr__(self, "budget", share_of(self.budget))
         self.spec(1)  # this checks the other keys
 
@@ -71,7 +72,7 @@ class ControllerConfig(Rules):
         """Return the spec for a run of `steps` steps, in which fractions of the run become steps."""
         alpha: Threshold | None = self.alpha
         if self.alpha is not None and self.alpha_init is not None:
-            alpha = TwoStage(self.alpha_init, self.alpha, round(self.init_frac * steps))
+            alpha = TwoStage(self.alpha_init, self.alpha, round(INIT_FRAC * steps))
         return ControlSpec(
             **{field.name: getattr(self, field.name) for field in fields(Rules)},
             signal=self.signal,

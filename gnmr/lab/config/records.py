@@ -19,8 +19,6 @@ class ScoresConfig:
     """Steps between further scorings. If null, the model is scored only at the end."""
     limit: int | None = None
     """Largest number of items per task, or per subject of mmlu. If null, all items are used."""
-    batch_size: int = 8
-    """Inputs per forward pass."""
     data: str | None = None
     """Folder of task definitions for lm-eval (its include_path). If null, the definitions of lm-eval are used."""
     path: str = "16bit"
@@ -32,7 +30,6 @@ class ScoresConfig:
             one_of(TASKS, tasks=task)
         one_of(("16bit", "low"), path=self.path)
         whole_number(or_null=True, **fields(self, "every", "limit"))
-        whole_number(batch_size=self.batch_size)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ FOLDERS = {"mmlu": "mmlu/default"}
 """Folder of lm-eval's definition of a task, if it differs from the task's name."""
 SHOTS = {"gsm8k": 5, "mmlu": 5}
 """Number of examples in a prompt."""
+BATCH_SIZE = 8
+"""Inputs per forward pass."""
 BLOCK = 2048
 """Tokens per block of token_perplexity, unless the model's context is shorter."""
 
@@ -74,8 +76,7 @@ class RunScorer:
         except Exception as error:
             if not isinstance(error, UserError) and not out_of_memory(error):
                 raise
-            smaller = f"out of memory, use a smaller scores.batch_size than {config.batch_size}"
-            why = error if isinstance(error, UserError) else smaller
+            why = error if isinstance(error, UserError) else f"out of memory in batches of {BATCH_SIZE}"
             raise RunFailed(f"scores after step {step}: {why}; the same command goes on with them") from error
         finally:
             model.train(was_training)
@@ -138,7 +139,7 @@ def _scored(parts: Parts, name: str) -> dict[str, Any]:
 
     config, from_scratch = parts.config.scores, parts.config.model.checkpoint is None
     # Our models have no mask (`_Live.generate`), so prompts must not be padded to a common length.
-    size = 1 if from_scratch and name == "gsm8k" else config.batch_size
+    size = 1 if from_scratch and name == "gsm8k" else BATCH_SIZE
     lm = HFLM(_Live(parts), backend="causal", tokenizer=_tokenizer(parts), batch_size=size)
     manager, tasks = _loaded(parts, name)
     shots = SHOTS.get(name, 0)
