@@ -36,6 +36,7 @@ from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.errors import first_few
 from gnmr.measure.absent_weights import has_absent_weights
+from gnmr.measure.in_force import is_te_linear
 
 _MOST_NAMES = 4
 """Number of operators that a line names."""
@@ -449,8 +450,7 @@ class _Hook:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    transformer_engine = type(module).__module__.startswith("transformer_engine.") and type(module).__name__ == "Linear"
-    return isinstance(module, nn.Linear) or transformer_engine
+    return isinstance(module, nn.Linear) or is_te_linear(module)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -290,10 +290,11 @@ def _few_bits(weight: Any) -> str:
 
 def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 2 and (isinstance(module, nn.Linear) or _is_te(module))
+    return isinstance(weight, Tensor) and weight.dim() == 2 and (isinstance(module, nn.Linear) or is_te_linear(module))
 
 
-def _is_te(module: nn.Module) -> bool:
+def is_te_linear(module: nn.Module) -> bool:
+    """Return True for the linears of Transformer Engine, which are no `nn.Linear`."""
     return type(module).__module__.startswith("transformer_engine.") and type(module).__name__ == "Linear"
 
 
@@ -321,7 +322,7 @@ def _declared(name: str, module: nn.Module | LinearOperator) -> Operator:
         if _is_plain(local) and _is_high(local):
             return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
         return Operator(name, module, type(weight.data).__name__, None)
-    return Operator(name, module, "Transformer Engine" if _is_te(module) else kind, None)
+    return Operator(name, module, "Transformer Engine" if is_te_linear(module) else kind, None)
 
 
 def _of_gnmr(name: str, module: PathLinear) -> Operator:

@@ -112,8 +112,7 @@ def measure_prices(
         frozen: the weights require no gradient, and nothing writes to an input before its backward pass. Inputs are
             kept by reference and cast when they are measured; `mse` and the norms of gradients are measured too.
 
-    `model.shared.prices = None` ends it. Raises ValueError if a name is unknown, if the stride is below 1, or if the
-    model has no recovery path for a price of it.
+    `model.shared.prices = None` ends it. Raises ValueError if the model has no recovery path for a price of it.
     """
     model.check_converted()
     of_recovery = [name for name in names if name == "price" or name.endswith("recovery") or against_recovery]
@@ -142,11 +141,6 @@ class PriceMeter:
 
         `price` needs both paths. If a unit is a GEMM, the price of that GEMM is measured, and is 0 for the others.
         """
-        unknown = [name for name in names if name not in PRICES]
-        if unknown or not names:
-            raise ValueError(f"price {unknown}: use some of {', '.join(PRICES)}")
-        if tokens < 1:
-            raise ValueError(f"tokens={tokens}: the stride of the measured tokens must be 1 or more")
         self.names, self.tokens, self.enabled = tuple(names), tokens, True
         self._against_recovery, self._frozen = against_recovery, frozen
         self.gradients_only = False

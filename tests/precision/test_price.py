@@ -396,17 +396,8 @@ def test_of_a_unit_of_several_operators_nats_add_up_and_errors_are_averaged() ->
     torch.testing.assert_close(read["price_wgrad"], found["wgrad"].mean()[None])
 
 
-@pytest.mark.parametrize(
-    ("recovery", "options", "key"),
-    [
-        ("bf16", {"names": ["price_bprop"]}, "price_bprop"),
-        ("bf16", {"names": []}, "price"),
-        ("bf16", {"tokens": 0}, "tokens=0"),
-        (None, {"names": ["price"]}, "no recovery path"),
-    ],
-)
-def test_what_is_refused(recovery: str | None, options: dict[str, object], key: str) -> None:
-    plan = planned(model_of(), low="sim_e2m1", recovery=recovery)
-    with pytest.raises(ValueError, match=key):
-        measure_prices(plan, **options)  # type: ignore[arg-type]
+def test_a_price_of_two_paths_needs_both() -> None:
+    plan = planned(model_of(), low="sim_e2m1", recovery=None)
+    with pytest.raises(ValueError, match="no recovery path"):
+        measure_prices(plan, ["price"])
     assert plan.shared.prices is None

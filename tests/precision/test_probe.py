@@ -92,20 +92,10 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in net.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("names", "tokens", "recovery"),
-    [
-        (["gap"], 1, "int8"),
-        (["mse", "nothing"], 1, "int8"),
-        ([], 1, "int8"),
-        (["mse"], 0, "int8"),
-        (["gap_recovery"], 1, None),
-    ],
-)
-def test_what_is_refused(names: list[str], tokens: int, recovery: str | None) -> None:
-    _, plan = make(recovery=recovery)
-    with pytest.raises(ValueError):
-        measure_errors(plan, names, tokens=tokens)
+def test_a_gap_to_recovery_needs_one() -> None:
+    _, plan = make(recovery=None)
+    with pytest.raises(ValueError, match="no recovery path"):
+        measure_errors(plan, ["gap_recovery"])
     assert plan.shared.probe is None
 
 
