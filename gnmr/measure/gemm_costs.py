@@ -29,7 +29,7 @@ class GemmCost:
     by_token: float | None = None
     """For fprop, the estimate in nats from squares by token."""
     by_sequence: float | None = None
-    """Estimate from squares of sums over a sequence; None: not all tokens were priced, or sequences are unknown."""
+    """Estimate from squares of sums over a sequence; None: sequences are unknown."""
     measured: float | None = None
     """KL with this operator alone on the low path."""
     input: float | None = None

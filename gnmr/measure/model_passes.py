@@ -131,7 +131,6 @@ class ModelPasses(ForwardPasses):
         unplanned: UnplannedParts,
         progress: Progress,
         *,
-        tokens: int,
         labels: str,
         terms: Callable[[Any], int] | None,
         rescues: Mapping[str, Recipe],
@@ -144,7 +143,7 @@ class ModelPasses(ForwardPasses):
         `gnmr.diagnose`.
         """
         super().__init__(converted, model, run, progress, rescues=rescues)
-        self.tokens, self._labels, self._terms, self._unplanned = tokens, labels, terms, unplanned
+        self._labels, self._terms, self._unplanned = labels, terms, unplanned
         for parameter in model.parameters():
             parameter.requires_grad_(False)  # prices are of gradients of outputs
         for operator in converted.operators:  # scores come from what forward computes, without pins
@@ -156,7 +155,7 @@ class ModelPasses(ForwardPasses):
         exact = converted.recovery.fprop
         candidates = {f"rescue {name}": recipe for name, recipe in rescues.items() if recipe.fprop != exact}
         self._meter = measure_prices(
-            converted, PRICES[:3], tokens, against_recovery=True, candidates=candidates, frozen=True
+            converted, PRICES[:3], 1, against_recovery=True, candidates=candidates, frozen=True
         )
         self._meter.sequences = self._sequences = Sequences()
         unplanned.find_sequences(self._sequences)
@@ -395,7 +394,7 @@ class ModelPasses(ForwardPasses):
             rows=rows,
             unplanned=unplanned,
             labels="model" if drawn else "data",
-            estimate="sequence" if drawn and self.tokens == 1 else "token",
+            estimate="sequence" if drawn else "token",
             coverage=counting.coverage,
         )
 
@@ -429,11 +428,10 @@ class ModelPasses(ForwardPasses):
         return high[0], has_sequences
 
     def _objective_of(self, output: Output, where: str) -> tuple[Tensor, Tensor | None]:
-        """Return the scalar to differentiate, and its part of each sequence if prices by sequence are measured."""
+        """Return the scalar to differentiate, and its part of each sequence, if it is known."""
         output.refuse_not_finite(where, self.model)
-        objective, by_sequence = output.objective(self._labels, self._draw, where)
         self._meter.loss_tokens = output.terms or None
-        return objective, by_sequence if self.tokens == 1 else None
+        return output.objective(self._labels, self._draw, where)
 
     def _try_other_dim(self, output: Output) -> bool:
         """Try the second dimension of the logits as that of sequences, (T, S, V), if the first is not.

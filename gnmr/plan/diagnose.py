@@ -91,7 +91,6 @@ def diagnose(
     confirm: int = 20,
     include: Sequence[str] = (),
     kv_cast: str = KV_CAST,
-    tokens: int = 1,
     terms: Callable[[Any], int] | None = None,
     weights: Callable[[str], Tensor] | str | PathLike[str] | None = None,
     state: Path | None = None,
@@ -141,7 +140,6 @@ def diagnose(
         include: parts to measure alone and outside the plan: head, router, kv (`gnmr.measure.unplanned`). With kv and
             held-out batches, what all keys and values cost is measured too, alone and under the plan.
         kv_cast: cast of the cache of keys and values: a number format and the group that shares a scale.
-        tokens: price one token in every `tokens`; above 1, there is no estimate by sequence.
         terms: returns the number of terms in the mean loss of a batch, if `run` returns a loss alone. None: it is
             counted in the gradient of the linear that is called last, where positions without a target have none.
         weights: returns the tensor of a parameter or buffer by its name. It is for a model whose blocks have their
@@ -156,7 +154,6 @@ def diagnose(
     """
     # Refuse invalid arguments before anything is converted.
     budget = budget_of(budget)
-    whole_number(tokens=tokens)
     whole_number(0, confirm=confirm)
     one_of(("model", "data"), labels=labels)
     one_of(("estimate", "all"), measure=measure)
@@ -214,9 +211,7 @@ def diagnose(
             require(batches, "batches", 0, "needs one at least")
             passes.follow_blocks(read, batches[0])
         else:
-            passes = ModelPasses(
-                **common, unplanned=unplanned, tokens=tokens, labels=labels, terms=terms, with_recipes=sides
-            )
+            passes = ModelPasses(**common, unplanned=unplanned, labels=labels, terms=terms, with_recipes=sides)
             # A graph of the whole model would keep all weights in memory.
             if weights is not None or any(map(is_offloaded, model.modules())):
                 batches = [*batches]
@@ -322,7 +317,6 @@ class _Measurement:
             limit=findings.limit,
             labels=costs[0].labels,
             estimate=costs[0].estimate,
-            tokens=passes.tokens if isinstance(passes, ModelPasses) else 1,
             pins={
                 o.operator_name: pins
                 for o in operators

@@ -98,8 +98,6 @@ class Diagnosis:
     `elements` is the sum of squares by element, which ModelOpt's AutoQuantize uses.
     """
     budget: float
-    tokens: int
-    """One token in every `tokens` was priced."""
     pins: Pins
     """Pins of the plan that was in force."""
     rescues: tuple[str, ...]
@@ -496,7 +494,6 @@ class Diagnosis:
             "times": self.times,
             "fused": list(self.fused),
             "recipes_in_use": self.recipes_in_use() if self.chooses else [],
-            "price_tokens": self.tokens,
             "pins": self.pins,
             "covers": self.coverage.share(self.operators),
             "left_out": {product.name: share for product, share in self.coverage.left_out(self.operators).items()},

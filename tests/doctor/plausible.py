@@ -68,7 +68,6 @@ def diagnosis(layers: int = 30, names: list[str] | None = None, **given: Any) ->
         "measured": measured(0.68 * scale),
         "scores": {"mse": dict.fromkeys(shapes, 1.0), "gradient norm": dict(zip(shapes, values.tolist(), strict=True))},
         "budget": 0.1,
-        "tokens": 1,
         "pins": {},
         "rescues": rescues,
         "costs": times_of(shapes, [RECIPES[name] for name in ("nvfp4", "mxfp8", "bf16")]),

@@ -125,7 +125,7 @@ def test_targets_and_exclude(gnmr, train: Callable[..., Path], run: Path, tiny_w
 @pytest.mark.slow
 def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None:
     before = digest(checkpoint)
-    ended = gnmr("diagnose", str(checkpoint), f"data={text_file}", "recipe=int4", "tokens=2", "held_out=0", *SMALL[:1])
+    ended = gnmr("diagnose", str(checkpoint), f"data={text_file}", "recipe=int4", "held_out=0", *SMALL[:1])
     assert ended.code == 0, ended.err
     assert "3 + 0 batches of 16 x 32 tokens" in ended.out and re.search(r"sim_int4 costs ", ended.out)
     assert ended.out.startswith("gnmr: recipe=int4 is a format: read as the recipe sim_int4, which casts everything")

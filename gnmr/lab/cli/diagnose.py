@@ -50,7 +50,7 @@ NUMBERS = "diagnosis.json"
 _LOADING = "diagnose: out of memory while the model was loaded; use dtype=own, a smaller model or a larger machine"
 _PATHS = ("recovery", "against", "rescue", "gate", "targets", "times", "fused")
 """Options that `compared_paths` and `gnmr.diagnose` take as they are."""
-_MORE = ("budget", "labels", "confirm", "include", "kv_cast", "tokens")
+_MORE = ("budget", "labels", "confirm", "include", "kv_cast")
 """Further options that `gnmr.diagnose` takes as they are."""
 
 
@@ -89,7 +89,6 @@ def _parser() -> Parser:
     option("include", _kinds, "what else is measured, each alone and off the plan: some of head,router,kv", [])
     option("kv_cast", _kv_cast, "of keys and values, if include= has kv", KV_CAST)
     option("labels", one_of("model", "data"), "of the backward pass: drawn from the model, or the data's", "model")
-    option("tokens", whole(1), "price every Nth token", 1)
     option("dtype", one_of("float32", "own"), "dtype of everything that is not cast", "float32")
     add_options(parser, "a batch")
     option("out", path, f"a folder for {PLAN_FILE} and {NUMBERS}")
