@@ -71,6 +71,7 @@ from scipy import stats
 from torch import nn
 
 import curve
+from forks import ForkResult, Forks
 from gnmr.conversion import PathSpec, convert
 from gnmr.conversion.converted import ConvertedModel
 from gnmr.conversion.cost import gemm_time
@@ -80,7 +81,6 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.evaluation.blocks import blocks_of
 from gnmr.lab.evaluation.subjects import load_subject
 from gnmr.lab.train.build import validation
-from gnmr.lab.train.fork import ForkResult, Forks
 from gnmr.lab.train.loss import logits_of
 from gnmr.lab.train.provenance import commit
 from gnmr.measure.kl import divergence

@@ -26,7 +26,6 @@ from gnmr.formats.recipes import Cast
 from gnmr.lab.config.compose import compose, composed_tree, load_composed
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.sequences import validation_sequences
-from gnmr.lab.train.fork import Forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 if not BENCHMARKS.is_dir():
@@ -36,6 +35,7 @@ sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parents[1] / "doctor")]
 divergence, gpu, growth, plans, price, step, timing = map(
     import_module, ("divergence", "gpu", "growth", "plans", "price", "step", "timing")
 )
+Forks = plans.Forks
 
 
 Call = Callable[..., None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from gnmr.lab.config.compose import compose
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.models.pretrained import load
 from gnmr.lab.train.build import Parts, assemble, training_blocks
-from gnmr.lab.train.fork import Forks
 from gnmr.lab.train.loss import loss_of, num_targets
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+Forks = pytest.importorskip("forks").Forks
 
 pytestmark = pytest.mark.slow
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from gnmr.errors import UserError
 from gnmr.lab.config.compose import compose, place_of_base
 from gnmr.lab.train import fork_base as base_module
 from gnmr.lab.train.build import training_blocks
-from gnmr.lab.train.fork import Forks
 from gnmr.records.disk import sha256
 from gnmr.records.reader import read_json, read_jsonl, read_units
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+Forks = pytest.importorskip("forks").Forks
 
 STATIC = ["precision.low=bf16", "precision.recovery=null"]
 BASE = [*STATIC, "training.steps=6", "optim.schedule_steps=20", "model.outlier_channels.number=1"]

@@ -108,7 +108,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ForkConfig:
-    """Settings of a run with a `base` (gnmr/lab/train/fork.py)."""
+    """Settings of a run with a `base` (gnmr/lab/train/fork_base.py)."""
 
     heal: int = 0
     """Steps in 16 bits after the training.steps steps of the arm."""
