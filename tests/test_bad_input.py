@@ -29,10 +29,12 @@ CASES = {
     "training.seed=0,1": "training.seed=0,1: several values are a sweep's: add -m; a list is training.seed=[0,1]",
     "training.steps=10e2": "training.steps",
     "optim.warmup_frac=2.5%": "(key optim.warmup_frac); write 0.025",
+    f"training.steps={'[' * 500}": "nested 500 deep",
     "--config-dir=nowhere": "nowhere",
     "hydra.run.dir=/proc/x": "/proc/x: No such file or directory",
     "model.num_heads=5": "model.hidden_size=32: model.num_heads=5 does not divide it",
     "model=moe model.experts.top_k=9": "model.experts.top_k=9: there are only model.experts.number=8 experts",
+    "model.num_layers=99999": "model.num_layers=99999: 50,000 layers are the most",
     "precision=bf16 faults.kind=noise": "faults: the low path is bf16: there is no quantizer",
     "model.outlier_channels.window=[2,3]": "window=[2, 3]: the run has 2 steps",
     "controller.signal=gsnr": "controller.signal=gsnr: needs micro-batches",
@@ -41,6 +43,7 @@ CASES = {
     "data.path=empty_folder": "data.path=empty_folder: the folder holds none of the supported files",
     "data.path=short.txt": "the corpus has 5 training tokens, a sequence needs 17",
     "run_dir=photos": "run_dir=photos: is not a run folder",
+    "run_dir=a\x00b": "run_dir=a\\x00b: has a NUL",
     "\x1b]0;owned\x07=1": "\\x1b]0;owned",
     "data.path=${oc.env:HOME}/x": "data.path",
     "plan=short.txt": "short.txt",
@@ -52,6 +55,7 @@ VALUES = {
     "controller.options.alpha=2": "controller.options.alpha=2: is controller.alpha",
     "faults.kind=noise faults.rate=0": "faults.rate=0.0: give windows, or a rate above 0",
     "run_dir=~nobody-of-this-name/x": "run_dir=~nobody-of-this-name/x: Could not determine home",
+    "training.steps=9223372036854775807": "training.steps=9223372036854775807: makes more tokens than 2^63",
     "experiment_name=../elsewhere": "experiment_name=../elsewhere: is part of a folder's name: not empty",
     "precision.low=int9": "precision.low=int9: must be one of int2",
     "precision.low=sim_int4": "precision.recovery=int8: must be a recipe, as low=sim_int4 is",
@@ -59,6 +63,7 @@ VALUES = {
     "controller.warmup_path=bf16": "controller.warmup_path=bf16",
     "data.name=text": "data.path=None",
     "training.activation_checkpointing=true precision.site=forward precision.rounding=stochastic": "training.act",
+    "optim.lr=0.5 optim.weight_decay=10": "optim.weight_decay=10.0: times lr=0.5 must be 1 at most",
 }
 
 

@@ -93,3 +93,11 @@ def test_validation_sequences_are_spread_evenly() -> None:
     assert (chosen[:, 1:] - chosen[:, :-1] == 1).all()
     assert (validation_sequences(tokens, SEQ_LEN, 99)[:, 0] // SEQ_LEN).tolist() == list(range(10))
     assert torch.equal(validation_sequences(tokens.copy(), SEQ_LEN, 4), chosen)
+
+
+def test_a_batch_that_cannot_be_held_is_refused() -> None:
+    sequences = TrainSequences(numbered(8), SEQ_LEN, 0)
+    for n in (9_999_999_999_999, 8 * 10_000 + 1):
+        with pytest.raises(UserError, match=f"training.batch_size={n}"):
+            sequences.next(n)
+    assert sequences.state_dict()["position"] == 0 and len(sequences.next(100)) == 100

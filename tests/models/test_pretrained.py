@@ -165,6 +165,7 @@ def edit(**changes: Any) -> Callable[[Path], Any]:
         (lambda folder: (folder / "model.safetensors").unlink(), "holds no *.safetensors"),
         (lambda folder: (folder / INDEX).write_text("[" * 100_000), f"{INDEX}: is missing, truncated"),
         (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": "b.safetensors"}}'), "b.safetensors: is mis"),
+        (edit(num_hidden_layers=10**9), "1,000,000,000 layers"),
     ],
 )
 def test_what_cannot_be_loaded_is_told_in_one_line(damage: Callable, message: str, checkpoint: Path) -> None:

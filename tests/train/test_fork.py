@@ -132,7 +132,7 @@ def test_orders_are_continuations_of_the_data(tiny, words, forks):
     def seen(order: int) -> list[int]:
         parts = forks.parts(tiny(*words, f"training.seed={order}"))
         blocks = training_blocks(parts.config, parts.corpus, parts.branch)
-        return blocks.take(40)
+        return blocks.take(40, 16)
 
     of = [seen(order) for order in range(3)]
     assert of[1] == seen(1) and len(set(map(tuple, of))) == 3

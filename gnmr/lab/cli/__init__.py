@@ -83,6 +83,8 @@ def _main(words: list[str]) -> int:
     if command in ("-V", "--version"):
         print(f"gnmr {__version__}")
         return 0
+    if with_nul := [word for word in words if "\0" in word]:
+        return _mistake(f"{with_nul[0]}: has a NUL in it, which no name or value has")
     if command not in COMMANDS:
         return _mistake(f"unknown command {command!r}{nearest(command, COMMANDS)} (gnmr --help)")
     try:

@@ -12,6 +12,7 @@ import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from gnmr.lab.config import Config, ControllerConfig, to_dict
 from gnmr.lab.config.compose import conf_dir, load_composed, register, typed
 from gnmr.lab.stopping import Stopped, is_bypassed, never_at_once, seen
 from gnmr.records.find import SMOKE, TRIAL, finished
+from gnmr.records.untrusted import MAX_DEPTH
 
 
 def main(argv: list[str]) -> int:
@@ -40,6 +42,11 @@ def main(argv: list[str]) -> int:
     # Hydra's parser takes the overrides in one piece; flags and what belongs to them go behind, in their order.
     words.sort(key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
     _refuse_flags(words)
+    for word in words:
+        # Hydra's parser would end in a RecursionError.
+        depth = max(accumulate((letter in "[{") - (letter in "]}") for letter in word), default=0)
+        if depth > MAX_DEPTH:
+            raise UserError(f"{word.partition('=')[0]}: nested {depth} deep; use at most {MAX_DEPTH} levels")
     _hydra(words)
     return 0
 
@@ -123,6 +130,8 @@ def _hydra(words: list[str]) -> None:
 
 def _parallel(n_jobs: int = -1, **_: object) -> Callable[[Iterable[Call]], list[Any]]:
     """Take the place of `joblib.Parallel` in Hydra's launcher, whose calls are (number, words, ...) of each cell."""
+    if n_jobs == 0:
+        raise UserError("hydra.launcher.n_jobs=0: must be a number of processes, or -1 for one on each CPU")
 
     def run(calls: Iterable[Call]) -> list[Any]:
         cells = list(calls)

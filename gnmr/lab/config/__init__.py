@@ -31,6 +31,9 @@ from gnmr.lab.config.training import CompressionConfig, ForkConfig, OptimConfig,
 from gnmr.options import fields, guess, nearest, one_of, require
 from gnmr.records.untrusted import MAX_CONFIG, MAX_DEPTH, Damaged, bounded, content, reading
 
+_LONGEST_ARM = 200
+"""Largest length of an arm's name in bytes. A folder's name also contains the hash and the seed."""
+
 
 def _has_control_characters(text: str) -> bool:
     """Return True for line breaks, NUL and the like, and for bytes that are not UTF-8 (lone surrogates)."""
@@ -109,7 +112,11 @@ class Config:
         places = ("base", "plan", "run_dir", "runs_dir", "model.checkpoint", "data.path", "data.tokenizer")
         for key, value in fields(self, *places, "scores.data").items():
             _check_path(key, value)
+        length = len(self.arm_name.encode())
+        require(length <= _LONGEST_ARM, "arm", f"{self.arm_name[:20]}...", f"has {length} bytes; use {_LONGEST_ARM}")
         self._check_fork()
+        tokens = self.total_steps * training.tokens_per_step
+        require(tokens < 2**63, "training.steps", training.steps, "makes more tokens than 2^63 with this batch")
         warmup = self.controller.warmup_frac
         right = "a high-fidelity warm-up needs precision.recovery; 0 in a static run"
         routed = precision.recovery is not None or self.compression.routes

@@ -87,6 +87,8 @@ class ModelConfig:
         one_of(("llama", "pangu", "gpt", "moe", "pretrained"), name=self.name)
         self._check_pretrained()
         whole_number(**fields(self, "hidden_size", "intermediate_size", "num_layers", "num_heads"))
+        most = 50_000 // max(self.experts.number, 1)  # each linear is built separately
+        require(self.num_layers <= most, "num_layers", self.num_layers, f"{most:,} layers are the most")
         heads, kv_heads, llama = self.num_heads, self.num_kv_heads, self.name in LLAMAS
         divides = self.hidden_size % heads == 0
         require(divides, "hidden_size", self.hidden_size, f"model.num_heads={heads} does not divide it")

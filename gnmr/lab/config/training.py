@@ -49,6 +49,7 @@ class TrainingConfig:
         whole_number(**fields(self, "steps", "seq_len", "batch_size", "accumulation"))
         whole_number(**fields(self, "eval_every", "eval_sequences", "checkpoint_every"))
         whole_number(or_null=True, **fields(self, "threads"))
+        require(self.threads is None or self.threads <= 4096, "threads", self.threads, "must be 4096 or less")
         require(0 <= self.seed < 2**62, "seed", self.seed, "must lie between 0 and 2^62")
         one_of(("bfloat16", "float32"), dtype=self.dtype)
         one_of(("auto", "cpu", "cuda"), device=self.device)
@@ -101,6 +102,9 @@ class OptimConfig:
         sound = len(self.betas) == 2 and all(0 <= beta <= 0.999999 for beta in self.betas)
         require(sound, "betas", self.betas, "two numbers from 0 to 0.999999")
         within(0, 1e3, weight_decay=self.weight_decay)
+        # Decay multiplies weights by 1 - lr * weight_decay, which must not change their sign.
+        sound = self.lr * self.weight_decay <= 1
+        require(sound, "weight_decay", self.weight_decay, f"times lr={self.lr} must be 1 at most")
         within(0, 1, **fields(self, "warmup_frac", "min_lr_frac"))
         whole_number(or_null=True, schedule_steps=self.schedule_steps)
         within(1e-30, 1e30, or_null=True, clip_norm=self.clip_norm)
@@ -115,7 +119,7 @@ class ForkConfig:
 
     @as_user_error("fork.")
     def __post_init__(self) -> None:
-        whole_number(0, heal=self.heal)
+        require(0 <= self.heal < 2**62, "heal", self.heal, "must lie between 0 and 2^62")
 
 
 @dataclass(frozen=True)

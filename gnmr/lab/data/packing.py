@@ -143,10 +143,11 @@ class PackedSequences(SequenceOrder):
     def __init__(self, documents: Documents, seq_len: int, seed: int, branch: Branch | None = None) -> None:
         self.packing = Packing(documents, seq_len, "training", seq_len)
         super().__init__(self.packing.num_sequences, seed, branch)
+        self._seq_len = seq_len
 
     def next(self, n: int) -> Batch:
         """Return the next n sequences on the CPU, across epoch boundaries."""
-        return self.packing.batch(self.take(n))
+        return self.packing.batch(self.take(n, self._seq_len))
 
 
 def packed_validation(documents: Documents, seq_len: int, n: int) -> Batch:

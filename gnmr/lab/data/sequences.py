@@ -7,6 +7,7 @@ every token but the first is a target exactly once per epoch.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 
 from gnmr.errors import UserError
 from gnmr.lab.data.cache import TokenFile
+
+MOST_EPOCHS = 10_000  # in one batch, because every epoch draws an order
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,12 @@ class SequenceOrder:
         self._epoch = self._position = 0
         self._place(self._branch.epoch, self._branch.position)
 
-    def take(self, n: int) -> list[int]:
-        """Return the numbers of the next n sequences, across epoch boundaries."""
+    def take(self, n: int, seq_len: int) -> list[int]:
+        """Return the numbers of the next n sequences of `seq_len` tokens, across epoch boundaries.
+
+        Raises UserError if `check` does, before an order is drawn.
+        """
+        self.check(n, seq_len)
         chosen: list[int] = []
         while len(chosen) < n:
             numbers = self._current()[self._position :][: n - len(chosen)].tolist()
@@ -54,6 +61,15 @@ class SequenceOrder:
             if self._position == self.num_sequences:
                 self._epoch, self._position, self._order = self._epoch + 1, 0, None
         return chosen
+
+    def check(self, n: int, seq_len: int) -> None:
+        """Raise UserError if n sequences do not fit in memory or read the corpus more than `MOST_EPOCHS` times."""
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (8 * seq_len)
+        if n > min(room, MOST_EPOCHS * self.num_sequences):
+            raise UserError(
+                f"training.batch_size={n}: this machine has memory for {room} sequences of {seq_len} tokens, and the "
+                f"corpus has {self.num_sequences}, each read {MOST_EPOCHS} times at most; use a smaller batch"
+            )
 
     def state_dict(self) -> dict[str, int | str]:
         """Return the epoch of the next sequence, its position in this epoch's order, and a digest of this order."""
@@ -112,7 +128,7 @@ class TrainSequences(SequenceOrder):
 
     def next(self, n: int) -> torch.Tensor:
         """Return the next n sequences, (n, seq_len + 1) int64 on the CPU. Inputs are [:, :-1], targets [:, 1:]."""
-        return _gather(self._tokens, self.take(n), self._seq_len)
+        return _gather(self._tokens, self.take(n, self._seq_len), self._seq_len)
 
 
 def validation_sequences(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:

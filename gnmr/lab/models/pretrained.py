@@ -46,6 +46,7 @@ from gnmr.patterns import select
 from gnmr.records.disk import sha256
 from gnmr.records.untrusted import first_line
 
+MAX_LAYERS = 1000  # upper limit for config.json; the deepest known models have about 130
 MAX_TOKENS = 2**30  # for a model without a length limit (recurrent, ALiBi)
 _LORA_ALPHA = 16
 """The output of an adapter is multiplied by this number over the adapter's rank (E.3)."""
@@ -90,6 +91,8 @@ def open_config(checkpoint: str, where: str | None = None, *, causal: bool = Tru
         if not causal and kind_of(config) is None:
             saved_as = ", ".join(getattr(config, "architectures", None) or ()) or f"a {config.model_type} model"
             raise UserError(f"{where}: {saved_as} has no logits that the commands can ask for: {IN_PYTHON}")
+    if isinstance(layers := getattr(config, "num_hidden_layers", 0), int) and layers > MAX_LAYERS:
+        raise UserError(f"{where}: config.json says {layers:,} layers, {MAX_LAYERS:,} are the most")
     return config
 
 

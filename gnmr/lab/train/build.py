@@ -115,6 +115,10 @@ class TrainingBlocks(HasState, Protocol):
         """Return the next n blocks in the run's order."""
         ...
 
+    def check(self, n: int, seq_len: int) -> None:
+        """Raise UserError if n blocks are too many for the memory or the corpus."""
+        ...
+
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
     """Return the parts of a new run. The same config and seed give the same weights and data order."""
@@ -131,7 +135,8 @@ def assemble(config: Config, folder: Path, say: Callable[[str], None], world: Wo
         # Again with the size of the vocabulary, which the first estimate could only bound.
         refuse_run(config, device, corpus.vocab_size)
         branch = None if base is None else base.branch(config.training.seed, corpus.fingerprint, say)
-        training_blocks(config, corpus)  # raises UserError if the corpus is shorter than a block
+        blocks = training_blocks(config, corpus)  # raises UserError if the corpus is shorter than a block
+        blocks.check(config.training.batch_size, config.training.seq_len)
         validation(config, corpus, 1)
     # Ranks that read different tokens would train on a mixture that no record describes.
     world.same("the fingerprint of the data", corpus.fingerprint)

@@ -179,6 +179,8 @@ def _train(parts: Parts, say: Callable[[str], None], command: str, scorer: Score
         # Without the earlier levels, a resumed run would judge spikes otherwise than one that was never stopped.
         levels.seen.extend((float(loss), float(norm)) for loss, norm in host.get("levels", []))
         lines_to_say.append(f"continuing after step {newest} of {folder}")
+    with world.agreed():
+        blocks.check(training.batch_size, training.seq_len)
     if config.records.verdicts and (world.size > 1 or parts.compressed is not None):
         setting = "in several processes" if world.size > 1 else "with compressed gradients"
         lines_to_say.append(f"verdicts: none {setting}, a step that spikes is not run again")
