@@ -124,7 +124,14 @@ def findings_page(
         origin: the command line that its numbers come from.
         chart: a chart above the tables.
     """
-    texts = [(name, text) for name, text in card.items() if text]
-    values = {"command": command, "title": f"gnmr {command}: {title}", "card": texts, "verdict": verdict}
-    chart = chart if chart is not None and len(chart.steps) > 1 else None
-    return render("findings.html.j2", **values, figures=figures, tables=tables, origin=origin, chart=chart)
+    return render(
+        "findings.html.j2",
+        command=command,
+        title=f"gnmr {command}: {title}",
+        card=[(name, text) for name, text in card.items() if text],
+        verdict=verdict,
+        figures=figures,
+        tables=tables,
+        origin=origin,
+        chart=chart if chart is not None and len(chart.steps) > 1 else None,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import HOSTILE, UNITS, fake_run, sweep, unit_matrices
+from recorded import HOSTILE, UNITS, Recorded, fake_run, sweep, unit_matrices
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -234,5 +234,23 @@ def test_on_a_phone_nothing_scrolls_sideways_and_every_cell_has_its_name(browser
         assert browser.execute_script(f"return [...document.querySelectorAll('.scroll')].{wider}") == []
         cell = browser.find_element(By.CSS_SELECTOR, "#arms .of:not([hidden]) td:nth-child(3)")
         assert "val loss" in browser.execute_script("return getComputedStyle(arguments[0], '::before').content", cell)
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_an_arms_table_with_all_its_columns_fits_a_desktop(browser: Any, tmp_path: Path) -> None:
+    made, spent = Recorded(), {"spent_gemm_frac": 0.093, "spent_extra_time": 0.041, "spike_score": 0.012}
+    made.add("bf16", 3.6, 3.61, 3.62)
+    made.add("int4", 3.7, 3.72, 3.73)
+    for signal in ("gnmr_delta", "random", "recovery_gap"):
+        losses = 3.65, 3.66, 3.655
+        made.add("int4_int8", *losses, summary=spent | {"numbers_sent_frac": 0.03}, controller__signal=signal)
+    size = {"width": 1400, "height": 860, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        opened(browser, write(tmp_path / "report.html", made.runs))
+        assert len(texts(browser, "#arms th")) >= 10
+        table = browser.find_element(By.CSS_SELECTOR, "#arms .scroll")
+        assert browser.execute_script("return arguments[0].scrollWidth <= arguments[0].clientWidth", table)
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

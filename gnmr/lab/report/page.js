@@ -119,7 +119,7 @@ function frame(host, { height, left = narrow() ? 56 : 62, top = 8, steps, whole:
 }
 const known = values => values.filter(y => y !== null && Number.isFinite(y));
 /** Lines over steps; `marks` are levels across, `bands` ranges of steps. `legend` has texts and their colours, above the plot, where no line runs through them. */
-function chart(host, { lines, range, log = false, yTitle, heading, marks = [], bands = [], frames = [], legend = [], ...rest }) {
+function chart(host, { lines, range, log = false, yTitle, heading, marks = [], bands = [], frames = [], legend = [], sparse = false, ...rest }) {
   const every = lines.flatMap(line => known(line.y)).concat(marks.map(mark => mark.y)), scale = y => log ? Math.log10(y) : y;
   let [low, high] = (range ?? [Math.min(...every), Math.max(...every)]).map(scale);
   if (!range) { const room = .06 * (high - low) || .05 * Math.abs(high) || .1; low -= room; high += room; }
@@ -151,11 +151,11 @@ function chart(host, { lines, range, log = false, yTitle, heading, marks = [], b
   }
   for (const { x, y, colour, width = 1.3, dash = "", opacity = 1, points, name, cross } of lines) {
     let d = "", pen = "M";
-    if (!points || x.length > 2) x.forEach((step, place) => { const value = y[place]; if (value === null || !Number.isFinite(value) || log && value <= 0) { pen = "M"; return; } d += `${pen}${px(step).toFixed(1)},${py(value).toFixed(1)}`; pen = "L"; });
+    if (!sparse) x.forEach((step, place) => { const value = y[place]; if (value === null || !Number.isFinite(value) || log && value <= 0) { pen = "M"; return; } d += `${pen}${px(step).toFixed(1)},${py(value).toFixed(1)}`; pen = "L"; });
     inside.append(svg("path", { d, "data-name": name, style: `stroke:${colour};stroke-width:${width};opacity:${opacity}`, "stroke-dasharray": dash, "stroke-linejoin": "round" }));
     const last = y.findLastIndex(value => value !== null);
     if (cross && last >= 0) inside.append(svg("path", { d: `M${px(x[last]) - 4},${py(y[last]) - 4}l8,8m0,-8l-8,8`, style: `stroke:${colour};stroke-width:1.8` }));
-    if (points) x.forEach((step, place) => { if (y[place] !== null) inside.append(svg("circle", { cx: px(step), cy: py(y[place]), r: x.length > 2 ? 2.6 : 4, fill: colour })); });
+    if (points || sparse) x.forEach((step, place) => { if (y[place] !== null) inside.append(svg("circle", { cx: px(step), cy: py(y[place]), r: points && sparse ? 4 : 2.6, fill: colour, opacity })); });
   }
   if (legend.length) above.append(svg("text", { x: left + w, y: 16, "text-anchor": "end", "font-size": 11 }, ...legend.map(([text, colour]) => svg("tspan", { fill: colour, dx: 12 }, text))));
   above.append(spot);
@@ -185,8 +185,9 @@ function drawLoss() {
   names.forEach((name, number) => {
     const mine = every.filter(line => line.of === name), shown = mine.filter(line => !hidden.has(line.arm));
     const means = mine.filter(line => line.seeds || !mine.some(other => other.arm === line.arm && other.seeds)), last = Math.max(...mine.flatMap(line => line.x)), first = Math.min(...mine.flatMap(line => line.x));
-    const room = name === "val" && mine.every(line => line.x.length < 3) ? .05 * (last - first) : 0, all = first < last ? [first - room, last + room] : [first - .5, last + .5];
-    chart(hosts[number], { height: narrow() ? 280 : 370, steps: zooms[name] ?? all, whole: all, range: relative ? around(means) : under(mine), title: `step${tokens === "-" ? "" : ` (${tokens} tokens each)`}`,
+    // Two evaluations are points, since a line between them would look like a trend.
+    const sparse = name === "val" && mine.every(line => line.x.length < 3), room = sparse ? .05 * (last - first) : 0, all = first < last ? [first - room, last + room] : [first - .5, last + .5];
+    chart(hosts[number], { height: narrow() ? 280 : 370, sparse, steps: zooms[name] ?? all, whole: all, range: relative ? around(means) : under(mine), title: `step${tokens === "-" ? "" : ` (${tokens} tokens each)`}`,
       heading: name === "val" ? "Validation loss" : `Training loss${loss.width > 1 ? `, mean of ${loss.width} steps` : ""}`, yTitle: relative ? "difference [nats per token]" : "cross-entropy [nats per token]",
       marks: relative ? [{ y: 0, dash: "" }] : [], zoomed: steps => { zooms[name] = steps; drawLoss(); },
       lines: shown.filter(line => line.seeds || !shown.some(other => other.arm === line.arm && other.seeds === 1 && line.status === "done")).map(line => {
