@@ -21,7 +21,7 @@ A run folder holds
     adapter/        what peft loads; where model.adapter.rank > 0
     hf/             the model in Hugging Face's layout; with training.export_hf
     wandb/          W&B's own files
-    DONE or FAILED  FAILED holds the reason in one line; DONE comes last, with size and CRC-32 of the other files
+    DONE or FAILED  FAILED holds the reason in one line; DONE is empty and comes last
 
 Steps count from 1. Files are the truth; the live view and W&B are views of them. JSON has no NaN or Inf: a non-finite
 number is written as the string "nan", "inf" or "-inf" (`gnmr.records.reader` turns it back).
