@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -351,6 +352,8 @@ class Counting(TorchDispatchMode):
         name = _name_of(func)
         if name.startswith(_LAYOUT):  # a subclass asks for what its own methods answer
             return NotImplemented
+        if any(call.dense for call in self._calls):  # the call counts already, whatever runs inside
+            return func(*args, **kwargs)
         if any(x.is_nested for x in _tensors((args, kwargs))):  # has kernels of its own, and no shape
             return func(*args, **kwargs)
         formula = _formula(func)
@@ -361,9 +364,6 @@ class Counting(TorchDispatchMode):
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
-        # The call of a dense linear counts already.
-        if any(call.dense for call in self._calls):
-            return output
         if formula is None:
             # Rows of a table are activations, so their products are not the table's.
             if name != "embedding" and (name not in _LOOKUPS or args[0].dim() > 2):
@@ -507,6 +507,7 @@ def _formula(func: Any) -> Callable[[Any, Any, Any], int] | None:
     return next((formula for pattern, formula in _FORMULAS.items() if pattern in name), None)
 
 
+@cache
 def _name_of(func: Any) -> str:
     """Return the name of an operation without namespace and overload: `mm`."""
     return str(getattr(func, "overloadpacket", func)).rpartition(".")[2]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_corpora import DOCUMENTS, VALIDATION, build, texts
+from small_corpora import DOCUMENTS, VALIDATION, build, texts, write_rows
 
 from gnmr.errors import RunFailed, UserError
 from gnmr.lab.config import DataConfig
@@ -57,6 +57,17 @@ def moved(folder: Path) -> None:
     folder.symlink_to(folder.with_name("elsewhere"))
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[DataConfig, Path]:
+    """A config, and a folder of caches with that of the config."""
+    folder = tmp_path_factory.mktemp("built")
+    chosen = DataConfig(name="text", vocab_size=300, path=str(write_rows(folder / "corpus.jsonl", DOCUMENTS)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GNMR_CACHE", str(folder / "cache"))
+        build(chosen)
+    return chosen, folder / "cache"
+
+
 @pytest.mark.parametrize(
     "damage, reason",
     [
@@ -75,15 +86,18 @@ def moved(folder: Path) -> None:
     ],
 )
 def test_a_damaged_or_planted_cache_is_rebuilt_and_said(
-    damage: Callable[[Path], object], reason: str, config: Make, corpus_file: Path, cache_dir: Path
+    damage: Callable[[Path], object], reason: str, built: tuple[DataConfig, Path], cache_dir: Path
 ) -> None:
-    first, _ = build(config(path=str(corpus_file)))
+    chosen, undamaged = built
+    shutil.copytree(undamaged, cache_dir)
+    first, said = build(chosen)
+    assert said == []
     expected = first.train[:]
     damage(first.folder)
-    second, said = build(config(path=str(corpus_file)))
+    second, said = build(chosen)
     assert said[0].startswith("token cache is corrupt (") and reason in said[0]
     assert second.fingerprint == first.fingerprint and np.array_equal(second.train[:], expected)
-    assert build(config(path=str(corpus_file)))[1] == [] and not second.folder.is_symlink()
+    assert build(chosen)[1] == [] and not second.folder.is_symlink()
     if damage is moved:
         assert (cache_dir / "elsewhere" / "train.bin").exists(), "what a link points to is not ours"
     elif damage is not linked:

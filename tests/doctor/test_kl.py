@@ -60,7 +60,7 @@ def batches_of(number: int, size: int = 4, seed: int = 1) -> list[Tensor]:
 
 def diagnosed(model: nn.Module, **options: Any) -> Diagnosis:
     given = {"recipe": "sim_e2m1", "held_out": batches_of(2, seed=2), "budget": 0.1} | options
-    return gnmr.diagnose(model, given.pop("run", model), given.pop("batches", batches_of(4)), **given)
+    return gnmr.diagnose(model, given.pop("run", model), given.pop("batches", batches_of(2)), **given)
 
 
 def kl_by_hand(high: Tensor, low: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def test_by_sequence_and_drawn_labels_the_price_is_the_exact_quadratic_form() ->
 
 def test_a_diagnosis_measures_what_plain_passes_say() -> None:
     model = Mixer().eval()
-    found = diagnosed(model, confirm=3)
     batches, held_out = batches_of(4), batches_of(2, seed=2)
+    found = diagnosed(model, batches=batches, confirm=3)
     low = torch.cat(kls_of(model, batches)).mean(1)
     alone = {name: float(torch.cat(kls_of(model, batches[:2], name)).mean()) for name in found.operators}
     left = torch.cat(kls_of(model, held_out, **found.plan().paths()))
@@ -828,8 +828,14 @@ HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
-@pytest.mark.parametrize("names", [("q_proj",), ("q_proj", "k_proj", "v_proj", "up_proj")], ids=["some", "all"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "names"),
+    [
+        *[(hook, ("q_proj", "k_proj", "v_proj", "up_proj")) for hook in HOOKS],
+        ("pruned", ("q_proj",)),
+        *[pytest.param(hook, ("q_proj",), marks=pytest.mark.slow) for hook in HOOKS if hook != "pruned"],
+    ],
+)
 def test_weights_that_a_pre_hook_makes_are_priced_as_the_plain_model_with_these_weights(
     hook: str, names: Sequence[str]
 ) -> None:
@@ -935,7 +941,7 @@ def test_a_run_that_differs_from_pass_to_pass_is_refused(kind: str, alone: bool)
         return F.cross_entropy(run(tokens).flatten(0, 1), tokens.flatten())
 
     with pytest.raises(ValueError, match=r"^run=.*: two passes of batch 1 .* cache .*\(dropout, masks\)"):
-        diagnosed(model, run=loss if alone else run, confirm=0)
+        diagnosed(model, run=loss if alone else run, batches=batches_of(4), confirm=0)
 
 
 def test_dropout_of_pytorchs_generator_is_the_same_in_all_passes() -> None:
