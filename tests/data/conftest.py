@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_corpora import DOCUMENTS, write_rows
 
 from gnmr.lab.config import DataConfig
+from gnmr.lab.data import corpora
+
+
+@pytest.fixture(scope="session", autouse=True)
+def streams_are_collected_at_the_end() -> Iterator[None]:
+    """To collect garbage after each stream, as a run does, takes as long as the rest of building a tiny cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "gc", SimpleNamespace(collect=lambda: 0))
+        yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
