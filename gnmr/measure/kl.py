@@ -39,9 +39,7 @@ def divergence(high: Tensor, low: Tensor, targets: Tensor | None = None) -> Tens
     Sequences without a position that counts are left out. The KL is NaN or Inf if logits are not finite. A logit
     of -Inf in both is a token that neither predicts, and adds nothing.
     """
-    width = high.shape[-1]
-    slices = zip(high.reshape(-1, width).split(ROWS), low.reshape(-1, width).split(ROWS), strict=True)
-    by_position = torch.cat([_of_positions(p.float(), q.float()) for p, q in slices]).view(len(high), -1)
+    by_position = _by_position(high, low).view(len(high), -1)
     if targets is None:
         return by_position.mean(dim=1)
     counts = (targets != IGNORED).view(len(high), -1)
@@ -55,16 +53,17 @@ def token_divergence(high: Tensor, low: Tensor, targets: Tensor | None = None) -
 
     The arguments are those of `divergence`. Two logits of one size count as the first of them.
     """
-    width = high.shape[-1]
-    kls, same_top = [], []
-    for p, q in zip(high.reshape(-1, width).split(ROWS), low.reshape(-1, width).split(ROWS), strict=True):
-        kls.append(_of_positions(p.float(), q.float()))
-        same_top.append(p.argmax(dim=1) == q.argmax(dim=1))
-    kl, same = torch.cat(kls), torch.cat(same_top)
+    kl, same = _by_position(high, low), (high.argmax(dim=-1) == low.argmax(dim=-1)).flatten()
     if targets is None:
         return kl, same
     counts = (targets != IGNORED).flatten()
     return kl[counts], same[counts]
+
+
+def _by_position(high: Tensor, low: Tensor) -> Tensor:
+    """Return the KL of each position, (..., V) -> (N,) float64, for a few positions at a time."""
+    slices = zip(high.flatten(0, -2).split(ROWS), low.flatten(0, -2).split(ROWS), strict=True)
+    return torch.cat([_of_positions(p.float(), q.float()) for p, q in slices])
 
 
 def _of_positions(high: Tensor, low: Tensor) -> Tensor:
