@@ -267,6 +267,7 @@ class AutoQuantize:
         """
         self._mtq = mtq = import_modelopt()
         from modelopt.torch.quantization import algorithms
+        from modelopt.torch.utils import safe_load
 
         mtq.nn.register_quant_backend("gnmr", _our_cast)
         self._mine = {id(linear): name for name, linear in operators.items()}
@@ -282,6 +283,9 @@ class AutoQuantize:
             run, [quantized.get_submodule(path) for path in blocks if path not in self._name_of]
         )
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        # The library writes its file before it measures, and cannot go on from a file without scores.
+        if checkpoint.exists() and not safe_load(checkpoint)["candidate_stats"]:
+            checkpoint.unlink()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _, self._state = mtq.auto_quantize(

@@ -105,6 +105,9 @@ def test_autoquantize_chooses_within_the_time(tmp_path: Path) -> None:
     """The library itself, in both modes and without its groups; a second call needs none of its passes."""
     if not (rival_scores.LIBRARIES / "modelopt").is_dir():
         pytest.skip("ModelOpt is not in .libraries: make test-libraries")
+    rival_scores.import_modelopt()
+    from modelopt.torch.utils import safe_load
+
     model = Two().eval()
     model.q_proj, model.k_proj = nn.Linear(32, 32), nn.Linear(32, 32)
     operators = {"up": model.up, "q": model.q_proj, "k": model.k_proj}
@@ -118,6 +121,10 @@ def test_autoquantize_chooses_within_the_time(tmp_path: Path) -> None:
         assert plans[0.2] == {} and list(plans[0.35].values()) == ["mxfp8"]
         assert all(extra(pins) <= budget for budget, pins in plans.items())
         assert extra(plans[3.0]) >= 1.0 and {*plans[3.0]} == {*operators}
+        empty = tmp_path / f"{method}-empty.pt"  # as a run leaves it that was killed while it measured
+        content = safe_load(asked[-1])
+        torch.save({**content, "candidate_stats": {}}, empty)
+        assert rival_scores.AutoQuantize(*asked[:-1], empty).within(0.35, "nvfp4", extra) == plans[0.35]
         again = rival_scores.AutoQuantize(*asked[:2], [], *asked[3:])  # from the file, without a batch
         assert again.within(0.35, "nvfp4", extra) == plans[0.35]
     assert type(model.up) is nn.Linear
