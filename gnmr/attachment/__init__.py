@@ -1,4 +1,4 @@
-"""The controller in a user's own training loop, in three lines.
+"""One routed step (`Router`), for `gnmr train` and for a user's own training loop, in three lines there.
 
 controller = gnmr.attach(model, low="int4", recovery="int8", max_o=4, alpha=1.5, beta=1.3)
 ...

@@ -5,8 +5,8 @@
     policy                              from the risks to the next set of units
     controller                          all of it, once a step
 
-Of this package it imports only `gnmr.errors` and `gnmr.options`. The names are loaded on first use, because a
-`ControlSpec` needs no torch.
+Of this package it imports only `gnmr.errors`, `gnmr.options` and `gnmr.compiler`. The names are loaded on first use,
+because a `ControlSpec` needs no torch.
 """
 
 from __future__ import annotations

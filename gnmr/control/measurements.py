@@ -1,4 +1,4 @@
-"""What a step is measured by besides the norms of its gradients; nothing here waits for the device."""
+"""The norms of a step and its other evidence, still on the device: nothing here waits for it."""
 
 from __future__ import annotations
 

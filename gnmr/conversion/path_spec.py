@@ -1,4 +1,4 @@
-"""The settings of a conversion, checked without torch: the config's `paths` and the argument of `convert`."""
+"""The settings of a conversion, checked without torch: the config's `precision` and the argument of `convert`."""
 
 from __future__ import annotations
 

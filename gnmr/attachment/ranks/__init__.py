@@ -1,1 +1,1 @@
-"""Train one model with several processes: wrap the model, and share sums and decisions of a step."""
+"""Train one model with several processes: share sums and decisions of a step (`lab/train/wrap.py` wraps the model)."""

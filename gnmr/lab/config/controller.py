@@ -16,7 +16,7 @@ INIT_FRAC = 0.025
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerConfig(Rules):
-    """The controller of Algorithms 1 and 2 (gnmr/control). `ControlSpec` documents the inherited keys."""
+    """The controller of Algorithms 1 and 2 (gnmr/control). `Rules` documents the inherited keys."""
 
     name: str | None = None
     """Part of the arm's name. If null, it is the signal (gnmr for gnmr_delta), with -ranked for ranked routing."""
