@@ -104,15 +104,9 @@ def _top_table(view: View, width: int) -> Table:
 def _choices_table(choices: Sequence[ChoiceRow], diagnosis: Diagnosis) -> Table:
     """Show the KL that the plan and the usual rules leave: measured, or else estimated."""
     plan = choices[1]
-    losses = diagnosis.measured.kl is not None and any(
-        row.measured and row.measured.cost is not None for row in choices
-    )
-    table = _table(f"{plan.extra:+.1%} {time_name(diagnosis)}", _remaining(diagnosis), *(["loss"] if losses else []))
+    table = _table(f"{plan.extra:+.1%} {time_name(diagnosis)}", _remaining(diagnosis))
     for row in (row for row in choices if row.rescue is None):
-        cost = row.measured
-        loss = "-" if cost is None or cost.cost is None else f"{cost.cost:+.2g}"
-        cells = [row.label, _cell(cost or row.estimated), loss]
-        table.add_row(*cells[: len(table.columns)], style="bold" if row is plan else None)
+        table.add_row(row.label, _cell(row.measured or row.estimated), style="bold" if row is plan else None)
     return table
 
 

@@ -106,7 +106,7 @@ def test_the_terminal_tells_it_too(width: int, total: float) -> None:
     joined = "\n".join(lines)
     assert all(bare(row.operator) in joined for row in found.worst()[:10])
     plan = found.remaining["plan"]
-    assert format_nats(plan.nats) in joined and f"{plan.cost:+.2g}" in joined
+    assert format_nats(plan.nats) in joined
     assert all(one.label in joined for one in choice_rows(found))
     assert all(
         any(f"{extra:+.1%}" in line and format_nats(one.nats) in line for line in lines) for extra, one in found.curve
