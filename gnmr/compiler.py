@@ -1,6 +1,6 @@
 """Keep code out of the graphs of torch.compile without loading its compiler.
 
-`import torch._dynamo` takes as long as `import torch`, and `torch.compiler.disable` and `torch.compiler.set_stance`
+The compiler takes as long to import as torch itself, and `torch.compiler.disable` and `torch.compiler.set_stance`
 import it at once. Most runs compile nothing and never need it. Code that shall stay between graphs is therefore written
 twice: as a method, and as the same method behind `between_graphs`, which is called once the compiler is loaded.
 
