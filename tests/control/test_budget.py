@@ -239,14 +239,6 @@ def test_pins_count_against_it() -> None:
         active(2.5 * share)
 
 
-def test_the_config_becomes_the_spec(tmp_path) -> None:
+def test_the_config_becomes_the_spec() -> None:
     assert ControllerConfig(budget="10%", max_o=None).spec(10).budget == 0.1
     assert ControllerConfig(budget=0.1, max_o=None).spec(10).max_o == NO_CAP
-    file = tmp_path / "times.csv"
-    file.write_text("unit,cost\na,0.5\nb:fprop,2\n")
-    assert ControllerConfig(budget=0.1, cost=str(file)).spec(10).cost == {"a": 0.5, "b:fprop": 2.0}
-    file.write_text("unit,time\na,0.5\n")
-    for wrong in (file, tmp_path / "none.csv"):
-        with pytest.raises(ValueError, match="must be gemm, bytes or a CSV file") as found:
-            ControllerConfig(budget=0.1, cost=str(wrong)).spec(10)
-        assert "\n" not in str(found.value)
