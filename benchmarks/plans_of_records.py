@@ -2,8 +2,8 @@
 
     python benchmarks/plans_of_records.py plans/
 
-The prices are those of a recorded diagnosis (SmolLM2), or measured KLs of single operators (models of 0.9 M). The plan
-is the knapsack of `gnmr diagnose` within BUDGET. Nothing was measured under these plans.
+The prices are measured KLs of single operators (models of 0.9 M). The plan is the knapsack of `gnmr diagnose` within
+BUDGET. Nothing was measured under these plans.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pyarrow.parquet as pq
 
 from gnmr.formats.recipes import RECIPES
 from gnmr.plan.knapsack import choose, time_of_all, time_to_move, times_of
@@ -57,18 +55,6 @@ def plan(
     )
 
 
-def of_smollm2() -> PinPlan:
-    """Return the plan of the recorded diagnosis of SmolLM2."""
-    name = "diagnosis-smollm2-nvfp4"
-    record = json.loads((RESULTS / f"{name}.json").read_text())
-    rows = [row for row in pq.read_table(RESULTS / f"{name}.parquet").to_pylist() if row["gemm"] == "fprop"]
-    nats_on = {row["operator"]: {LOW: row["value"], **row["rescued"]} for row in rows}
-    shapes = {operator: (shape[0], shape[1]) for operator, shape in record["operators"].items()}
-    head = 576 * 49152
-    texts = {"record": f"benchmarks/results/{name}.json", "checkpoint": "SmolLM2-135M-Instruct"}
-    return plan(shapes, nats_on, head, record["calibration"], **texts)
-
-
 def of_small_models() -> Iterator[tuple[str, PinPlan]]:
     """Yield the names and plans of the models of 0.9 M, seeds 0 and 1."""
     record: Any = json.loads((RESULTS / "price-kl-bases.json").read_text())
@@ -90,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    for name, made in [(f"smollm2-{LOW}", of_smollm2()), *of_small_models()]:
+    for name, made in of_small_models():
         (folder / f"{name}.json").write_text(made.text())
         before, after = made.expected or (0.0, 0.0)
         print(
