@@ -12,17 +12,15 @@ Names are FAMILY/ARM/WHAT or FAMILY/WHAT. The families of arms are defined in fa
 patterns STUDY/RUN of the table of runs, one for each cell (seeds of several cells are pooled); a list of patterns takes
 all arms of these runs by their recorded names. `low` and `high` are the bounds, and their contrast is the positive
 control. `contrasts` maps an arm, or `*`, to its control or controls; without it every arm is tested against `low`.
-Families below `plans` come from a file with one measured plan a line; there ARM is `NAME at BUDGET`. Families below
-`rivals` come from records of rivals.py (`rival_table.numbers`); the low path is a part of their name, `NAME_LOW`.
+Families below `rivals` come from records of rivals.py (`rival_table.numbers`); there ARM is `NAME at BUDGET`, and the
+low path is a part of their name, `NAME_LOW`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
-import statistics
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,7 +28,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import yaml
-from scipy import stats
 
 import rival_table
 from gnmr.lab.report.layout import NOTHING, interval_text, measure, percent, relative, whole_percent
@@ -47,24 +44,6 @@ COLUMN = re.compile(r"<!--:([^>\n]+?)-->")
 TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 Row = dict[str, Any]
-
-
-def numbers_of_plans(name: str, file: Path) -> dict[str, str]:
-    """Return the KL that each plan left, with half of its 95% interval over sequences, and the removed share of it."""
-    kls_of: dict[tuple[str, float], list[list[float]]] = {}
-    for plan in map(json.loads, file.read_text().splitlines()):
-        kls_of.setdefault((plan["arm"], plan["budget"]), []).append(plan["kls"])
-    # An arm of several draws has the mean of their KLs, sequence by sequence.
-    means = {cell: [statistics.fmean(kls) for kls in zip(*draws, strict=True)] for cell, draws in kls_of.items()}
-    nothing_kept = statistics.fmean(means["never", 0.0])
-    texts = {}
-    for (name_of_arm, budget), kls in means.items():
-        kl = statistics.fmean(kls)
-        half = stats.t.ppf(0.975, len(kls) - 1) * statistics.stdev(kls) / math.sqrt(len(kls))
-        arm = f"{name}/{name_of_arm} at {100 * budget:g}%"
-        texts[f"{arm}/kl"] = f"{kl:.3f} ± {half:.3f}"
-        texts[f"{arm}/removed"] = whole_percent(1 - kl / nothing_kept)
-    return texts
 
 
 def runs_by_arm(definition: Row, table: list[Row]) -> dict[str, list[list[Row]]]:
@@ -207,9 +186,7 @@ def main() -> int:
     table = pq.read_table(ROOT / definitions["records"]).to_pylist()
     table = [row for row in table if row["state"] in ("done", "diverged")]
     texts: dict[str, str] = {}
-    for name, file in definitions["plans"].items():
-        texts |= numbers_of_plans(name, ROOT / file)
-    for name, file in definitions.get("rivals", {}).items():
+    for name, file in definitions["rivals"].items():
         texts |= rival_table.numbers(name, ROOT / file)
     for name, definition in definitions["families"].items():
         cells = runs_by_arm(definition, table)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import rival_table
 import tables
 
 PERPLEXITY = {"int4": (80.0, 84.0, 79.0), "int4_int8": (60.0, 64.0, 59.0), "int8": (40.0, 41.0, 40.0)}
@@ -75,9 +76,9 @@ def test_the_pages_have_the_numbers_of_the_records(monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_changed_number_is_found(monkeypatch, capsys):
     """Without writing anything."""
-    honest = tables.numbers_of_plans
-    changed = lambda *args: honest(*args) | {"plans_smollm2/plan at 30%/kl": "0.100 ± 0.001"}
-    monkeypatch.setattr(tables, "numbers_of_plans", changed)
+    honest = rival_table.numbers
+    changed = lambda *args: honest(*args) | {"rivals_smollm2_nvfp4/plan at 30%/kl": "0.100 ± 0.001"}
+    monkeypatch.setattr(rival_table, "numbers", changed)
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     before = (tables.ROOT / "README.md").read_text()
     assert tables.main() == 1 and "README.md, line " in capsys.readouterr().out
