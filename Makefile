@@ -53,7 +53,7 @@ gpu-check: $(READY)  ## correctness and speed on a CUDA GPU, at most ten minutes
 	@mkdir -p runs
 	$(BIN)/python benchmarks/gpu.py runs/gpu.json model=llama_60m data=stdlib $(ARGS)
 
-test: $(READY)  ## the quick tests, some three minutes on two cores: pytest ARGS
+test: $(READY)  ## the quick tests, some two and a half minutes on two cores: pytest ARGS
 	$(PYTEST) $(ARGS)
 
 test-slow: $(READY)  ## the tests that make test leaves out: pytest ARGS
