@@ -141,7 +141,7 @@ def test_a_checkpoint_on_a_text(gnmr, checkpoint: Path, text_file: Path) -> None
             ["plan=other.json"],
             "plan: was made for another model (1 operator, here 7; no layers.0.up_proj here)",
         ),
-        (["batches=90000"], "needs 90002: batches=90000 and 2 held out, of 1 each; use more text, or a smaller block"),
+        (["batches=90000"], "needs 90002: batches=90000 and 2 held out, of 1 each; use more text, or fewer batches"),
         (["block=17"], "block=17: the model reads at most 16 tokens"),
         (["data=nowhere.txt"], "data=nowhere.txt: there is no such file"),
         (["data=short.txt"], "data=short.txt: has 0 blocks of 16 tokens and needs "),

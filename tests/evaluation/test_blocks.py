@@ -51,6 +51,15 @@ def test_blocks_begin_with_both_of_two_tokens_and_neither_is_a_target(checkpoint
         blocks_of(subject, tmp_path / "text.txt", batches=2, held_out=1, length=1)
 
 
+def test_the_length_that_a_text_too_short_is_told_fits(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{number} and " for number in range(200)))
+    subject = load_subject(str(checkpoint), device="cpu")
+    with pytest.raises(UserError, match=r"of 1 each; use more text, or block=\d+$") as refused:
+        blocks_of(subject, tmp_path / "text.txt", batches=5, held_out=3, length=256)
+    length = int(str(refused.value).rpartition("=")[2])
+    assert blocks_of(subject, tmp_path / "text.txt", batches=5, held_out=3, length=length).length == length
+
+
 @pytest.mark.parametrize("template", [None, "<s> $A", "$A </s>", "<s> $A </s>"])
 @pytest.mark.parametrize("letters", ["ab", "b"])
 def test_neither_padding_nor_an_end_begins_a_text(template: str | None, letters: str) -> None:

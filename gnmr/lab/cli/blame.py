@@ -128,7 +128,7 @@ def page(run: Run, spikes: Sequence[Spike]) -> str:
             [f"step {spike.step:,}", spike.cause, first_few(spike.units) or "-", spike.loss, spike.norm, spike.advice]
             for spike in spikes
         ]
-        tables.append(PageTable("Spikes", columns, rows, "Usually: the mean of the 128 steps before."))
+        tables.append(PageTable("Spikes", columns, rows, "Usually: the mean of up to 128 steps before."))
     if (blamed := _blamed(spikes)) and len(spikes) > 1:
         rows = [[unit, f"{number} of {causes['precision']}"] for unit, number in blamed]
         tables.append(PageTable("Blamed units", ["unit", "spikes by precision"], rows))

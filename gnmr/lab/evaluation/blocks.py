@@ -26,6 +26,8 @@ MOST_TEXT = 1 << 26
 """Largest number of bytes of a text that is read."""
 TOKENS = 1024
 """Default tokens per batch of a run. A batch of a checkpoint has half of it."""
+_SHORTEST = 32
+"""Tokens of the shortest blocks that a message advises."""
 LONGEST = 128
 """Default tokens per block of a Hugging Face checkpoint. An estimate by sequence gets one sample per sequence, so many
 short sequences are more informative than a few long ones."""
@@ -81,9 +83,13 @@ def blocks_of(
     # A short text makes smaller batches, unless the user has named a size.
     blocks_per_batch = min(blocks_wanted, pool.number // num_batches)
     if blocks_per_batch == 0 or (size is not None and blocks_per_batch < size):
-        least = f"{num_batches * (size or 1)}: batches={batches} and {held_out} held out, of {size or 1} each"
+        needed = num_batches * (size or 1)
+        # The blocks of this length that the text has, cut into as many as are needed.
+        shorter = pool.number * length // needed
+        remedy = f"block={shorter}" if shorter >= _SHORTEST else "fewer batches"
         raise UserError(
-            f"{where}: has {pool.number} blocks of {length} tokens and needs {least}; use more text, or a smaller block"
+            f"{where}: has {pool.number} blocks of {length} tokens and needs {needed}: batches={batches} and "
+            f"{held_out} held out, of {size or 1} each; use more text, or {remedy}"
         )
     # The seed is fixed: every diagnosis of a subject reads the same batches.
     order = torch.randperm(pool.number, generator=torch.Generator().manual_seed(0))[: num_batches * blocks_per_batch]
