@@ -27,6 +27,8 @@ TASKS = ("gsm8k", "mmlu", "hellaswag", "wikitext2")
 """Scoring tasks (gnmr/lab/evaluation/scores.py)."""
 WEIGHTS = ("online", "instead")
 """How INT8 codes of weights are kept (gnmr/conversion/int8.py)."""
+SPIKE_WINDOW = 128
+"""Steps whose loss and gradient norm say what is usual, when the next one is checked for a spike."""
 
 Pins = dict[str, dict[str, str]]
 """{operator: {gemm: recipe}}; a GEMM that is missing runs on the low recipe."""

@@ -31,6 +31,7 @@ from gnmr.control.norms import UnitNorms, gradient_norms
 from gnmr.conversion import ConvertedModel
 from gnmr.conversion.linear import PathLinear
 from gnmr.errors import first_few
+from gnmr.names import SPIKE_WINDOW
 from gnmr.options import positive
 
 SIGMAS = 6.0
@@ -104,7 +105,7 @@ NO_LEVEL = Level(0.0, math.inf)
 class Levels:
     """Loss and gradient norm of the last steps, from which spikes are detected; on the host."""
 
-    window: int = 128
+    window: int = SPIKE_WINDOW
     least: int = 64
     """Number of steps, this one included, before a finite value counts as a spike."""
     sigmas: float = SIGMAS

@@ -14,6 +14,7 @@ from gnmr.errors import UserError, first_few, plural, printable
 from gnmr.lab.cli.parser import Parser, path
 from gnmr.lab.report.recorded_run import Run, load
 from gnmr.lab.report.units import verdicts
+from gnmr.names import SPIKE_WINDOW
 from gnmr.pages import Chart, Figure, PageTable, findings_page
 from gnmr.records import output
 from gnmr.records.find import find_runs
@@ -32,8 +33,6 @@ _ADVICE = {
     "not reproducible": "a race, a kernel without a fixed order, or hardware: CUDA_LAUNCH_BLOCKING=1, another device",
 }
 _CAUSED = {"not reproducible": "{} not reproducible"}
-_WINDOW = 128
-"""Steps before a spike that are usual, as in `attachment.blame.Levels`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def spikes_of(run: Run) -> list[Spike]:
     steps = run.steps["step"]
 
     def of_step(step: int, field: str) -> str:
-        before = run.steps[field][(steps < step) & (steps >= step - _WINDOW)]
+        before = run.steps[field][(steps < step) & (steps >= step - SPIKE_WINDOW)]
         usual, value = before[np.isfinite(before)], run.steps[field][steps == step]
         shown = f"{value[-1]:.4g}" if len(value) else "unknown"
         return f"{shown} (usually {usual.mean():.4g})" if len(usual) else shown
@@ -128,7 +127,7 @@ def page(run: Run, spikes: Sequence[Spike]) -> str:
             [f"step {spike.step:,}", spike.cause, first_few(spike.units) or "-", spike.loss, spike.norm, spike.advice]
             for spike in spikes
         ]
-        tables.append(PageTable("Spikes", columns, rows, "Usually: the mean of up to 128 steps before."))
+        tables.append(PageTable("Spikes", columns, rows, f"Usually: the mean of up to {SPIKE_WINDOW} steps before."))
     if (blamed := _blamed(spikes)) and len(spikes) > 1:
         rows = [[unit, f"{number} of {causes['precision']}"] for unit, number in blamed]
         tables.append(PageTable("Blamed units", ["unit", "spikes by precision"], rows))
