@@ -278,10 +278,11 @@ class AutoQuantize:
         getattr(algorithms, searcher).quant_grouping_rules = []
         logits_alone = method == "kl_div"
         quantized = copy.deepcopy(model)
-        blocks = dict.fromkeys(unit_of(path, "block") for path in self._name_of)
-        logits_of_batch = _ReusedBlocks(
-            run, [quantized.get_submodule(path) for path in blocks if path not in self._name_of]
-        )
+        forward_step: Callable[[nn.Module, Any], Any] = run
+        if logits_alone:
+            blocks = dict.fromkeys(unit_of(path, "block") for path in self._name_of)
+            inside = [quantized.get_submodule(path) for path in blocks if path not in self._name_of]
+            forward_step = _ReusedBlocks(run, inside)
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         # The library writes its file before it measures, and cannot go on from a file without scores.
         if checkpoint.exists() and not safe_load(checkpoint)["candidate_stats"]:
@@ -293,7 +294,7 @@ class AutoQuantize:
                 constraints={"effective_bits": 16.0},
                 quantization_formats=[_format(recipe) for recipe in recipes if recipe != _EXACT],
                 data_loader=[*batches],
-                forward_step=logits_of_batch if logits_alone else run,
+                forward_step=forward_step,
                 loss_func=None if logits_alone else lambda output, _: mean_loss(*output),
                 disabled_layers=other_layers,
                 num_calib_steps=1,
