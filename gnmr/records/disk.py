@@ -24,7 +24,11 @@ _OF_A_FILE_BROWSER = re.compile(
 
 
 def of_a_file_browser(name: str) -> bool:
-    """Return True if file browsers, operating systems or file servers make files or folders of this name."""
+    """Return True if file browsers, operating systems or file servers make files or folders of this name.
+
+    Args:
+        name: the last part of a path; case does not matter.
+    """
     return _OF_A_FILE_BROWSER.fullmatch(name) is not None
 
 
@@ -76,7 +80,11 @@ def truncate(path: Path, size: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Write a folder's entries to the disk, if it may be read and its file system can."""
+    """Write a folder's entries to the disk, if it may be read and its file system can.
+
+    Raises:
+        OSError: the disk has an error, or there is no such folder.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
@@ -91,15 +99,26 @@ def sync_folder(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file's content. Raises OSError for a link."""
+    """Return the digest of a file's content, in hexadecimal.
+
+    Raises:
+        OSError: the path is a link or no regular file, or cannot be read.
+    """
     with open(path, "rb", opener=no_link) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_tree(folder: Path, skip: tuple[str, ...] = ()) -> None:
-    """Raise UserError for anything in `folder` that is neither a regular file nor a folder, `skip` left out.
+    """Refuse a run folder with anything in it that is neither a regular file nor a folder.
 
     A link could lead a run's writing and deleting elsewhere, and a pipe could block it.
+
+    Args:
+        folder: an existing folder.
+        skip: names of folders directly in it that are not looked into.
+
+    Raises:
+        UserError: there is a link or another special file.
     """
     for entry in os.scandir(folder):
         with suppress(FileNotFoundError):  # the run's own process has just renamed or removed it

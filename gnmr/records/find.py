@@ -51,7 +51,11 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def changed(run: Path) -> float:
-    """Return when a run's records were written last, seconds since the epoch; 0 where it has none."""
+    """Return when a run's records were written last.
+
+    Returns:
+        Seconds since the epoch; 0 if the run has no records.
+    """
     times = [0.0]
     for name in _RECORDS:
         with suppress(OSError):
@@ -60,7 +64,11 @@ def changed(run: Path) -> float:
 
 
 def named(place: str, root: str | Path = "runs") -> str:
-    """Return the place, or for the word `latest` the latest run below `root`. Raises UserError if there is none."""
+    """Return the place, or for the word `latest` the latest run below `root`, trials aside if there are other runs.
+
+    Raises:
+        UserError: there is no run below `root`.
+    """
     # A folder of the user that has this name comes before the word.
     if place != LATEST or os.path.lexists(place):
         return place
@@ -71,7 +79,12 @@ def named(place: str, root: str | Path = "runs") -> str:
 
 
 def finished(folder: Path) -> str:
-    """Return one line about a run that is done: its folder, perplexity, spend and time."""
+    """Return one line about a run that is done.
+
+    Returns:
+        The folder's name, perplexity, the share of numbers sent or of GEMM FLOPs recovered, and the wall time. Figures
+        are left out if summary.json has none, or cannot be read.
+    """
     from gnmr.records.reader import read_json  # imported here, because it imports pyarrow
 
     figures = [folder.name]
@@ -88,7 +101,11 @@ def finished(folder: Path) -> str:
 
 
 def last_step(folder: Path) -> int:
-    """Return the step of the last complete row of steps.jsonl, read from its end, or 0 if there is none."""
+    """Return the step of the last complete row of steps.jsonl, read from its end.
+
+    Returns:
+        The step; 0 if there is no such row.
+    """
     try:
         with (folder / "steps.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

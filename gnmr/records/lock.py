@@ -33,7 +33,15 @@ class FolderLock:
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Lock an existing folder. Raises UserError if another process writes it, and OSError if it cannot be written."""
+    """Lock an existing folder.
+
+    Returns:
+        The lock, to be held while the folder is written; the same object if this process has locked the folder already.
+
+    Raises:
+        UserError: another process holds the lock.
+        OSError: the folder cannot be written, or its .lock is a link.
+    """
     TemporaryFile(dir=folder).close()  # .lock may exist already in a folder that is not writable
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     # By device and inode, because several paths may lead to one folder.

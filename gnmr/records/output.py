@@ -38,7 +38,11 @@ def replacing(path: Path, label: object = None) -> Iterator[BinaryIO]:
 
 
 def check(path: Path, label: object = None) -> None:
-    """Raise UserError if `replacing` would refuse the path; called before there is anything to write."""
+    """Refuse a path that `replacing` would refuse; called before there is anything to write.
+
+    Raises:
+        UserError: the path is a link or no file, or its folder is missing or cannot be written to.
+    """
     label = path if label is None else label
     with writing(label):
         _refuse_other(path, label)
@@ -56,11 +60,19 @@ def _refuse_other(path: Path, label: object) -> None:
 
 
 def write_text(path: Path, text: str, label: object = None) -> None:
-    """Write UTF-8 text; see `replacing`."""
+    """Write UTF-8 text; see `replacing`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     with replacing(path, label) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, tree: dict[str, Any], label: object = None) -> None:
-    """Write a JSON object; see `replacing`."""
+    """Write a JSON object, non-finite floats as strings; see `replacing`.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     write_text(path, as_json(tree), label)

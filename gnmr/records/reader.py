@@ -87,13 +87,21 @@ def _object(data: bytes) -> dict[str, Any] | None:
 
 
 def iter_sound(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield what `iter_jsonl` yields, up to a damaged row."""
+    """Yield what `iter_jsonl` yields, up to a damaged row.
+
+    Args:
+        path: a .jsonl file, which may be missing.
+    """
     with suppress(Damaged):
         yield from iter_jsonl(path)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a .jsonl file; none if it is missing. A last line that a kill cut short is left out."""
+    """Return the rows of a .jsonl file; none if it is missing. A last line that a kill cut short is left out.
+
+    Raises:
+        Damaged: another row is damaged, see `iter_jsonl`.
+    """
     return [row for row, _ in iter_jsonl(path)]
 
 
@@ -152,7 +160,11 @@ def read_windows(folder: Path) -> list[FaultWindow]:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None if the file is missing, cut short or holds something else."""
+    """Return a JSON object, or None if the file is missing, cut short or holds something else.
+
+    Raises:
+        Damaged: the file is a link or no regular file, is too large, or is nested too deeply.
+    """
     try:
         data = content(path)
     except FileNotFoundError:
@@ -254,7 +266,11 @@ def read_units(folder: Path) -> pa.Table:
 
 
 def check_units(units: object) -> list[str]:
-    """Return the names of the units. Raises ValueError unless they are a list of at most `MAX_UNITS` short texts."""
+    """Return the names of the units.
+
+    Raises:
+        ValueError: they are not a list of at most `MAX_UNITS` printable texts of 1 to `MAX_NAME` characters.
+    """
     if not isinstance(units, list) or len(units) > MAX_UNITS:
         raise ValueError(f"units: not a list of at most {MAX_UNITS:,} names")
     return check_names(units)
@@ -269,7 +285,11 @@ def check_names(names: list[Any]) -> list[str]:
 
 
 def calibrated_trigger(header: Mapping[str, Any]) -> tuple[int, float] | None:
-    """Return the step after which a user's own loop calibrated its trigger, and the trigger; None if there is none."""
+    """Return the trigger that a user's own loop found by itself, from the content of header.json.
+
+    Returns:
+        The step after which it was set, and the trigger; None if there is none.
+    """
     match header.get("calibrated"):
         case {"after_step": int(step), "trigger": float(trigger)} if 0 <= step <= MAX_STEP and 0 < trigger < math.inf:
             return step, trigger
@@ -277,7 +297,11 @@ def calibrated_trigger(header: Mapping[str, Any]) -> tuple[int, float] | None:
 
 
 def calibration_steps(header: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the first step of the calibration in a user's own loop, and the number of its steps; None without one."""
+    """Return when a user's own loop calibrates its trigger, from the content of header.json.
+
+    Returns:
+        The first step of the calibration, and the number of its steps; None without one.
+    """
     match header.get("calibration"):
         case {"first": int(first), "steps": int(steps)} if 0 < first <= MAX_STEP and 0 < steps <= MAX_STEP:
             return first, steps

@@ -135,9 +135,11 @@ FAULT_FIELDS: dict[str, str] = {
 def unit_schema(columns: Sequence[str]) -> pa.Schema:
     """Return the schema of one row per observed unit and recorded step.
 
-    `columns` are the signal's statistics and recorded evidence. norm, columns and risk belong to this step's gradient.
-    active is True if the unit was on the recovery path during this step (in a warm-up: on controller.warmup_path). lock
-    is its lock after the step's decision.
+    norm, columns and risk belong to this step's gradient. active is True if the unit was on the recovery path during
+    this step (in a warm-up: on controller.warmup_path). lock is its lock after the step's decision.
+
+    Args:
+        columns: names of the signal's statistics and of the recorded evidence, float64 each.
     """
     return pa.schema(
         [
@@ -225,7 +227,11 @@ def step_row(decision: Decision, *, routed: bool = True, **fields: Any) -> dict[
 
 
 def unit_rows(decision: Decision) -> UnitRows:
-    """Return the decision as rows of `unit_schema`."""
+    """Return the decision as rows of `unit_schema`.
+
+    Args:
+        decision: the step's decision, whose arrays (U,) are taken without a copy.
+    """
     return UnitRows(
         step=decision.step,
         units=decision.units,
@@ -239,7 +245,11 @@ def unit_rows(decision: Decision) -> UnitRows:
 
 
 def event_rows(decision: Decision) -> list[dict[str, Any]]:
-    """Return the decision's events as rows of `EVENT_FIELDS`."""
+    """Return the decision's events.
+
+    Returns:
+        Rows of `EVENT_FIELDS`, in the order in which they happened; none in most steps.
+    """
     return [dict(vars(event)) for event in decision.events]
 
 

@@ -115,6 +115,9 @@ def recorded_units(folder: Path) -> Iterator[UnitRows]:
     """Yield the rows that `UnitStream.write` was given, step by step.
 
     A unit that was not observed has NaN in its columns, and is neither active nor locked.
+
+    Raises:
+        Damaged: units.arrows is not such a stream; a last message that a kill cut short is only left out.
     """
     if not (folder / UNITS).exists():
         return

@@ -29,9 +29,11 @@ class Damaged(UserError):
 
 
 def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:
-    """Open a regular file of at most `most` bytes for reading; follows no link and never waits.
+    """Open a regular file of at most `most` bytes for reading; follow no link and never wait.
 
-    Raises FileNotFoundError if it does not exist and `Damaged` for anything else.
+    Raises:
+        FileNotFoundError: nothing has this name.
+        Damaged: it is anything else, or cannot be read.
     """
     try:
         file = os.fdopen(no_link(os.fspath(path), os.O_RDONLY | os.O_CLOEXEC), "rb")
@@ -49,19 +51,32 @@ def opened(path: Path, most: int = MAX_FILE) -> BinaryIO:
 
 
 def exists(path: Path) -> bool:
-    """Return True if anything has this name, also a dangling link, which `opened` refuses."""
+    """Return True if anything has this name.
+
+    Args:
+        path: the name; a link counts, also one that leads nowhere, which `opened` refuses.
+    """
     return os.path.lexists(path)
 
 
 def content(path: Path, most: int = MAX_OBJECT) -> bytes:
-    """Return the content of a file that `opened` opens."""
+    """Return the content of a file of at most `most` bytes.
+
+    Raises:
+        FileNotFoundError: nothing has this name.
+        Damaged: `opened` refuses it.
+    """
     with opened(path, most) as file:
         # The bound holds here too, because the file may have grown since it was opened.
         return file.read(most)
 
 
 def bounded(tree: Any, room: int = MAX_DEPTH) -> Any:
-    """Return the tree. Raises ValueError if it is nested too deeply or holds a number beyond 64 bits."""
+    """Return the tree.
+
+    Raises:
+        ValueError: more than `room` containers lie within each other, or a whole number has more than 64 bits.
+    """
     if isinstance(tree, dict | list):
         if room == 0:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
@@ -75,7 +90,11 @@ def bounded(tree: Any, room: int = MAX_DEPTH) -> Any:
 
 @contextmanager
 def reading(name: object) -> Iterator[None]:
-    """Turn any error of reading untrusted files into `Damaged`, in one line without a traceback."""
+    """Turn any error of reading untrusted files into one line without a traceback, which begins with `name`.
+
+    Raises:
+        Damaged: the block raised an error other than UserError and BrokenPipeError.
+    """
     try:
         yield
     except (UserError, BrokenPipeError):
@@ -85,12 +104,21 @@ def reading(name: object) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with its type unless it is a UserError."""
+    """Return the first line of an error's message.
+
+    Returns:
+        The line, after the error's type unless it is a UserError; the type alone if there is no message.
+    """
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def text(value: object, most: int = MAX_NAME) -> str:
-    """Return `value` in one printable line of at most `most` characters."""
+    """Return `value` in one printable line.
+
+    Args:
+        value: anything that a file holds.
+        most: the largest number of characters; a longer text ends in three dots.
+    """
     line = printable(value)
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -58,7 +58,12 @@ class RunWriter:
             self._units = UnitStream(folder)
 
     def write_header(self, config_yaml: str, header: dict[str, Any]) -> None:
-        """Write config.yaml (the resolved config) and header.json (non-finite numbers as strings)."""
+        """Write config.yaml and header.json.
+
+        Args:
+            config_yaml: the resolved config.
+            header: the entries that the schema lists; non-finite numbers are written as strings.
+        """
         with self._guard("header.json"):
             replace_text(self.folder / "config.yaml", config_yaml)
             replace_json(self.folder / "header.json", header)
@@ -71,34 +76,58 @@ class RunWriter:
             sync_folder(self.folder)
 
     def step(self, row: dict[str, Any]) -> None:
-        """Append a row of `STEP_FIELDS`."""
+        """Append a row to steps.jsonl.
+
+        Args:
+            row: exactly the keys of `STEP_FIELDS`, of a later step than the row before.
+        """
         self._append("steps.jsonl", [row])
         self.last_step = row["step"]
 
     def eval(self, row: dict[str, Any]) -> None:
-        """Append a row of `EVAL_FIELDS`."""
+        """Append a row to eval.jsonl.
+
+        Args:
+            row: exactly the keys of `EVAL_FIELDS`.
+        """
         self._append("eval.jsonl", [row])
 
     def scores(self, row: dict[str, Any]) -> None:
-        """Append a row of `SCORE_FIELDS`."""
+        """Append a row to scores.jsonl, which the first row makes.
+
+        Args:
+            row: exactly the keys of `SCORE_FIELDS`.
+        """
         with self._guard(_SCORES):
             if _SCORES not in self._lines:
                 self._lines[_SCORES] = JsonLines(self.folder / _SCORES, SCORE_FIELDS)
         self._append(_SCORES, [row])
 
     def events(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows of `EVENT_FIELDS`, in order of their step."""
+        """Append rows to events.jsonl.
+
+        Args:
+            rows: exactly the keys of `EVENT_FIELDS` each, in order of their step; there may be none.
+        """
         if rows:
             self._append("events.jsonl", rows)
 
     def faults(self, rows: list[dict[str, Any]]) -> None:
-        """Write all windows of injected faults, rows of `FAULT_FIELDS`; replaces what an earlier start wrote."""
+        """Write faults.jsonl, in place of what an earlier start wrote.
+
+        Args:
+            rows: all windows of injected faults, with exactly the keys of `FAULT_FIELDS` each.
+        """
         with self._guard("faults.jsonl"):
             assert all(row.keys() == FAULT_FIELDS.keys() for row in rows)
             replace_text(self.folder / "faults.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def units(self, rows: UnitRows) -> None:
-        """Append the observed units of one step."""
+        """Append the observed units of one step to units.arrows.
+
+        Args:
+            rows: the step's rows over all units, of which those without a gradient are left out.
+        """
         with self._guard(UNITS):
             self._units.write(rows)
 
