@@ -43,7 +43,12 @@ if TYPE_CHECKING:
 
 
 def loader(package: str, homes: dict[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package's `__init__.py`; `homes` has the names in each module below the package."""
+    """Return a `__getattr__` for a package's `__init__.py`, which imports the module of a name on its first use.
+
+    Args:
+        package: dotted name of the package.
+        homes: the names in each module, whose own name is relative to the package.
+    """
     where = {name: module for module, names in homes.items() for name in names}
 
     def load(name: str) -> Any:

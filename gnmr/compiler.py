@@ -30,7 +30,11 @@ def compiler_loaded() -> bool:
 
 
 def between_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `torch.compiler.disable(function)`, which imports the compiler at the first call and not before."""
+    """Return `torch.compiler.disable(function)`, which imports the compiler at the first call and not before.
+
+    Args:
+        function: a plain function, not yet bound to an object. What it calls is not compiled either.
+    """
     # Private, because torch.compiler.disable imports the compiler. If it goes, use torch.compiler.disable.
     outside: Callable[P, R] = torch._disable_dynamo(function)
     return outside

@@ -54,6 +54,11 @@ class Picture(Live):
     _kept: ClassVar[list[Any]] = []
 
     def start(self, refresh: bool = False) -> None:
+        """Start the display.
+
+        Args:
+            refresh: True draws it at once, and not only at the next refresh.
+        """
         with suppress(BrokenPipeError):  # the terminal is gone, which is not a failure, here and below
             super().start(refresh)
         self._kept.extend((sys.stdout, sys.stderr))
@@ -76,7 +81,9 @@ def shared() -> Terminal:
 def say(text: str, by_words: bool = False) -> None:
     """Print lines above the live display; a lost reader is not a failure, because the records are in files.
 
-    With by_words, lines break between words on a narrow terminal; use it for text that nobody copies.
+    Args:
+        text: one or more lines, as for `print_plain`.
+        by_words: on a terminal, break lines between words; for text that nobody copies.
     """
     try:
         print_plain(shared(), text, by_words and shared().is_terminal)
@@ -90,7 +97,14 @@ def say(text: str, by_words: bool = False) -> None:
 def print_plain(console: Console, text: str, by_words: bool = False) -> None:
     """Print the text without markup or emoji, and with control characters and directional marks written out.
 
-    Without `by_words` no line break is added. With it, none is added inside a word, however long: a path stays whole.
+    Args:
+        console: where to print, which also says how wide a line may be.
+        text: one or more lines.
+        by_words: break lines between words, but none inside a word, however long: a path stays whole. False adds no
+            line break.
+
+    Raises:
+        BrokenPipeError: the output of a `Terminal` has no reader, or cannot be written.
     """
     text = "\n".join(map(printable, text.split("\n")))
     if by_words:
@@ -123,7 +137,11 @@ def activation() -> list[str]:
 
 
 def next_lines(what: str) -> list[str]:
-    """Return the lines that say what to do next, after the one of `activation`."""
+    """Return the lines that say what to do next.
+
+    Returns:
+        The line of `activation`, if gnmr would not be found without it, and `next: ` with the text `what`.
+    """
     return [*activation(), f"next: {what}"]
 
 
@@ -133,7 +151,13 @@ def for_tables() -> Terminal:
 
 
 def tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterable[_T]:
-    """Yield the items, with a progress bar on standard error if that is a terminal; `total` counts them."""
+    """Yield the items, with a progress bar on standard error if that is a terminal.
+
+    Args:
+        items: anything to iterate over.
+        what: the words before the bar.
+        total: number of items; None: their length, and a bar without an end if they have none.
+    """
     # On standard error, so that standard output can be piped.
     console = Console(stderr=True)
     return track(items, what, total=total, console=console, transient=True, disable=not console.is_terminal)
@@ -143,8 +167,12 @@ def tracked(items: Iterable[_T], what: str, total: int | None = None) -> Iterabl
 def showing(doing: str, of: str) -> Iterator[Callable[[int, int | None], None]]:
     """Show a bar with the remaining time on a terminal's standard error, and elsewhere a line every ten seconds.
 
-    Yields a function of the finished and the total number. `doing` and `of` are words such as `diagnosing` and
-    `batches`.
+    Args:
+        doing: what is done, such as `diagnosing`.
+        of: what is counted, such as `batches`.
+
+    Yields:
+        A function that takes the finished and the total number, which is None while it is unknown.
     """
     console = Console(stderr=True)
     if console.is_terminal:

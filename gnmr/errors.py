@@ -31,17 +31,25 @@ class RunFailed(RuntimeError):
 
 
 def printable(text: object) -> str:
-    r"""Return the text in one line, with control characters written out: an escape as \x1b."""
+    r"""Return the text in one line.
+
+    Returns:
+        The text with a space for each line break, and control characters written out: an escape as \x1b.
+    """
     # Escapes and directional marks of a file's name could hide or forge what a terminal shows.
     line = " ".join(str(text).split("\n"))
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def first_few(names: Sequence[str], most: int = 4) -> str:
-    """Return the first `most` names, and how many more there are.
+    """Return the first `most` names with commas between them, and how many more there are.
 
     >>> first_few(["a", "b", "c"], 2)
     'a, b and 1 more'
+
+    Args:
+        names: any number of names; none gives an empty text.
+        most: the largest number of names that are shown.
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -51,6 +59,10 @@ def plural(number: int, noun: str) -> str:
 
     >>> plural(1, "batch"), plural(2_000, "batch"), plural(2, "arm")
     ('1 batch', '2,000 batches', '2 arms')
+
+    Args:
+        number: a count, 0 or more.
+        noun: its singular, whose plural ends in -s, or in -es after -ch.
     """
     # batch, batches; run, runs.
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
@@ -58,13 +70,21 @@ def plural(number: int, noun: str) -> str:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra. gnmr is on no package index, so the command needs the checkout."""
+    """Return the command that installs an extra. gnmr is on no package index, so the command needs the checkout.
+
+    Args:
+        extra: one of `project.optional-dependencies` in pyproject.toml.
+    """
     return f"pip install -e '.[{extra}]' in gnmr's checkout"
 
 
 @contextlib.contextmanager
 def as_user_error(start: str = "") -> Iterator[None]:
-    """Turn a ValueError of a block or a decorated function into a UserError whose line begins with `start`."""
+    """Turn a ValueError of a block or a decorated function into a UserError whose line begins with `start`.
+
+    Raises:
+        UserError: the block raised ValueError. A UserError of the block is left as it is.
+    """
     try:
         yield
     except UserError:
@@ -75,7 +95,11 @@ def as_user_error(start: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(target: object) -> Iterator[None]:
-    """Raise UserError if `target`, which the user named, cannot be written."""
+    """Turn an OSError of the block into a UserError whose line begins with `target`, which the user named.
+
+    Raises:
+        UserError: the block raised OSError.
+    """
     try:
         yield
     except OSError as error:
@@ -86,6 +110,9 @@ def warn(text: str) -> None:
     """Give a UserWarning that shows the line of the user's code that called into this package.
 
     Python 3.11 cannot skip frames by file, so it shows our line. Commands show our warnings without a place.
+
+    Args:
+        text: one line, which commands print after `gnmr: warning:`.
     """
     if sys.version_info >= (3, 12):
         # torch, contextlib and weakref call functions of ours that they decorate.

@@ -14,7 +14,11 @@ _SHOWN = 500
 
 
 def fields(of: object, *names: str) -> dict[str, Any]:
-    """Return attributes by their names, which may be dotted."""
+    """Return attributes by their names, which may be dotted.
+
+    Returns:
+        {name as it was asked for, with its dots: value}.
+    """
     return {name: attrgetter(name)(of) for name in names}
 
 
@@ -45,14 +49,22 @@ def one_of(choices: Iterable[str], /, **options: object) -> None:
 
 
 def positive(*, or_null: bool = False, **options: object) -> None:
-    """Require a finite number above 0, or None with `or_null`."""
+    """Require a finite number above 0, or None with `or_null`.
+
+    Raises:
+        ValueError: an option is anything else; True is no number.
+    """
     right = "must be a positive number" + (" or null" if or_null else "")
     for name, value in options.items():
         require(_number(value) > 0 or (or_null and value is None), name, value, right)
 
 
 def whole_number(least: int = 1, /, *, or_null: bool = False, **options: object) -> None:
-    """Require a whole number of at least `least`, or None with `or_null`."""
+    """Require a whole number of at least `least`, or None with `or_null`.
+
+    Raises:
+        ValueError: an option is anything else, such as 2.0 or True.
+    """
     right = f"must be a whole number of at least {least}" + (", or null" if or_null else "")
     for name, value in options.items():
         # True is an int in Python, and no number in a config.
@@ -61,7 +73,11 @@ def whole_number(least: int = 1, /, *, or_null: bool = False, **options: object)
 
 
 def within(least: float, most: float, /, *, or_null: bool = False, **options: object) -> None:
-    """Require a number from `least` to `most`, both included, or None with `or_null`."""
+    """Require a number from `least` to `most`, both included, or None with `or_null`.
+
+    Raises:
+        ValueError: an option is anything else; True is no number.
+    """
     right = f"must be a number from {least:g} to {most:g}" + (" or null" if or_null else "")
     for name, value in options.items():
         require(least <= _number(value) <= most or (or_null and value is None), name, value, right)
@@ -86,10 +102,13 @@ def _number(value: object) -> float:
 
 
 def share_of(value: object) -> object:
-    """Return the number of a word, and any other value unchanged, for a check such as `share`.
+    """Read a share in percent, for a check such as `share`.
 
     >>> share_of("10%"), share_of("+10%"), share_of("0.1"), share_of(0.1), share_of("some")
     (0.1, 0.1, 0.1, 0.1, 'some')
+
+    Returns:
+        The number that a text stands for; any other value unchanged, so that the check names it as it was typed.
     """
     if isinstance(value, str):
         with suppress(ValueError):
@@ -99,7 +118,12 @@ def share_of(value: object) -> object:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return a guess at the meaning of an unknown word, or the first 40 valid words, as the end of a message."""
+    """Guess the meaning of an unknown word, for the end of a message.
+
+    Returns:
+        `: did you mean ...?` or, if no word is near, `: use one of ...` with the first 40 valid words. What follows a =
+        in the word is not compared.
+    """
     words = list(words)
     if close := guess(word.partition("=")[0], words):
         return f": did you mean {close}?"
@@ -108,12 +132,14 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 def guess(word: str, words: Iterable[str]) -> str | None:
-    """Return the first valid word that begins with this one (fp8: fp8_hybrid), else the nearest, or None.
-
-    A word with the same letters as a valid word, or as its first part, is nearest: letters were swapped.
+    """Guess which valid word was meant: letters may be missing at the end, swapped, or mistaken.
 
     >>> guess("gnrm", ["gsnr", "gnmr_delta"])
     'gnmr_delta'
+
+    Returns:
+        The first valid word that begins with this one (fp8: fp8_hybrid); else the first with the same letters, or whose
+        first part has them; else the most similar one; None if no word is similar.
     """
     words = list(words)
     # In this order: an abbreviation, swapped letters, a spelling mistake.
@@ -123,6 +149,10 @@ def guess(word: str, words: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: object, words: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word; empty if no valid word is near."""
+    """Return the end of a message about an unknown word.
+
+    Returns:
+        `; did you mean ...?`, or an empty text if no valid word is near.
+    """
     close = guess(str(word), words)
     return f"; did you mean {close}?" if close else ""

@@ -7,7 +7,11 @@ from fnmatch import fnmatchcase
 
 
 def listed(option: str, value: object) -> list[str]:
-    """Return the value of an option as a list of names; a single name is allowed. Raises ValueError for others."""
+    """Return the value of an option as a list of names; a single name is allowed.
+
+    Raises:
+        ValueError: the value is anything else; the message begins with the option.
+    """
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{option}={value!r}: must be a list of names")
@@ -15,7 +19,11 @@ def listed(option: str, value: object) -> list[str]:
 
 
 def exact(pattern: str) -> bool:
-    """Return True if the pattern is a plain name, without * and ?."""
+    """Return True if the pattern is a plain name.
+
+    Args:
+        pattern: a name, in which *, ? and [...] stand for other letters.
+    """
     return not set(pattern) & set("*?[")
 
 
@@ -46,7 +54,11 @@ class NameIndex:
                     self._by_end.setdefault(".".join(words[i:]), {})[name] = None
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the names that match the pattern, in their order."""
+        """Return the names that match the pattern, in their order.
+
+        Args:
+            pattern: a name or the end of one from a dot on, with or without * and ?; see `matches`.
+        """
         if exact(pattern):
             return list(self._by_end.get(pattern, ()))
         return [name for name in self.names if matches(name, pattern) or matches(self._alias(name), pattern)]

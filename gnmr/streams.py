@@ -67,7 +67,11 @@ def open_streams() -> None:
 
 
 def why_unwritable(error: Unwritable) -> str:
-    """Return the message of this error."""
+    """Return the message of this error.
+
+    Returns:
+        One line that begins with `standard output:` and has the system's reason.
+    """
     return f"standard output: cannot be written ({error.strerror or error})"
 
 

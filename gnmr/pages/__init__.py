@@ -79,7 +79,11 @@ class Chart:
         return "".join(pieces)
 
     def x(self, step: float) -> float:
-        """Return where a step is in the picture."""
+        """Return where a step is in the picture.
+
+        Returns:
+            The distance from the left edge, from 0 for the first step to `_WIDE` for the last one.
+        """
         first, last = self.span
         return _WIDE * (step - first) / (last - first or 1)
 

@@ -62,7 +62,14 @@ exit codes: 0 done; 1 a run FAILED, or an audit has findings; 2 a mistake in wha
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the console script or `python -m gnmr`, and return the exit code."""
+    """Run the console script or `python -m gnmr`.
+
+    Args:
+        argv: the words after `gnmr`; None: those of the process.
+
+    Returns:
+        The exit code, as `gnmr --help` lists them, or 141 if standard output lost its reader.
+    """
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # ? replaces a letter that ASCII or Latin-1 lacks
     open_streams()
