@@ -223,7 +223,10 @@ def as_groups(x: Tensor, cast: Cast, contraction_dim: int, fill: float = 0.0) ->
 
 
 def as_matrix(groups: Tensor, x: Tensor) -> Tensor:
-    """Undo `as_groups`: return the contiguous matrix in the shape of `x`."""
+    """Undo `as_groups`.
+
+    Returns: (N, D) contiguous, in the shape of `x` and the dtype of `groups`, without what filled incomplete groups.
+    """
     matrix = groups.view(groups.shape[0] * groups.shape[1], -1)
     if matrix.shape == x.shape:
         return matrix
@@ -232,7 +235,17 @@ def as_matrix(groups: Tensor, x: Tensor) -> Tensor:
 
 
 def scale_of_each(x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Tensor, Tensor]:
-    """Return (scale of each element of `x`, (N, D) float32; max|group| of every group); see `quantize`."""
+    """Return the scale of each element, as `quantize` takes it.
+
+    Args:
+        x: (N, D), any floating dtype, which has to hold the values; rotated already if the cast has `hadamard`.
+        cast: the format and the granularity of its scale.
+        contraction_dim: the dimension of x that its GEMM contracts.
+        reference: source of a delayed scale; None: the tensor's own largest magnitude.
+
+    Returns:
+        The scales, (N, D) float32; max|group| of every group, float32 in the shape of `as_groups` without elements.
+    """
     groups = as_groups(x.float(), cast, contraction_dim)
     largest = largest_magnitude(groups, (0, 1, 2, 3) if cast.one_scale else (1, 3))
     scale = scale_under(cast, largest, reference, None, x.dtype, contraction_dim, [groups])
@@ -273,7 +286,10 @@ def scale_under(
 
 
 def over_scale(x: Tensor, scale: Tensor, cast: Cast, out: Tensor | None = None) -> Tensor:
-    """Return the float32 `x` divided by its scales as the cast defines it, in `out` if that is given."""
+    """Divide float32 numbers by their scales, which are broadcast, as the cast defines it.
+
+    Returns: float32 in the shape of `x`, in `out` if that is given. A two-level scale of 0 gives finite numbers.
+    """
     if cast.granularity.power_of_two or cast.two_levels:
         # Multiply by a power of two: the same number, and much faster for small groups. For two levels this is the
         # published rule, and a group of scale 0 must become 0, not NaN.
@@ -366,12 +382,18 @@ def _four_or_six(
 
 
 def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
-    """Return a new tensor: `x` (N, D) with each `HADAMARD` elements along the contracted dimension multiplied by H S.
+    """Multiply each `HADAMARD` elements along the contracted dimension by H S (2509.25149, appendix C).
 
     H is Sylvester's Hadamard matrix divided by 4, and S is the diagonal matrix of `SIGNS`. H S is orthonormal, so the
-    product of two rotated operands is unchanged. The rotation is computed in float32 and rounded to the dtype of x. A
-    float16 input gives a float32 result, because float16 cannot hold four times its largest number. Incomplete groups
-    are padded with zeros. `back` multiplies by the transpose.
+    product of two rotated operands is unchanged. The rotation is computed in float32 and rounded once.
+
+    Args:
+        x: (N, D), any floating dtype.
+        contraction_dim: the dimension of x that its GEMM contracts; padded with zeros to a multiple of `HADAMARD`.
+        back: multiply by the transpose, which undoes the rotation.
+
+    Returns:
+        A new tensor in `rotated_dtype`, padding included, without a graph.
     """
     short = -x.shape[contraction_dim] % HADAMARD
     x = x.detach()
@@ -397,7 +419,10 @@ def rotated(x: Tensor, contraction_dim: int, back: bool = False) -> Tensor:
 
 
 def rotated_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that `rotated` returns for a tensor in `dtype`."""
+    """Return the dtype that `rotated` returns for a tensor in `dtype`.
+
+    Returns: float32 for float16, which cannot hold four times its largest number; else `dtype`.
+    """
     return torch.float32 if dtype == torch.float16 else dtype
 
 

@@ -68,9 +68,10 @@ class AmaxHistory:
         """Whether a weight was replaced before this step."""
 
     def come(self, times: float) -> None:
-        """Set how many times larger than in one process grad_output is, from this step on.
+        """Set `times`.
 
-        The values that were written in this step already had this factor.
+        Args:
+            times: the factor from this step on; the values that were written in this step already had it.
         """
         if self.history is not None and times != self.times:
             # These values were divided by the former factor when they were written.
@@ -98,7 +99,11 @@ class AmaxHistory:
         self._written = False
 
     def load(self, history: Tensor) -> None:
-        """Continue with these magnitudes."""
+        """Continue with the magnitudes of a checkpoint.
+
+        Args:
+            history: a former `history`, (operators, 3, 1 + h) float32 on any device; copied.
+        """
         assert self.history is not None
         self.history = self.history.new_empty(history.shape).copy_(history)
 
@@ -139,7 +144,11 @@ class AmaxHistory:
         return torch.where(now.isfinite(), torch.where((before > 0) & ~replaced, before, now), torch.nan)
 
     def add(self, counts: Tensor) -> None:
-        """Add counts (operators, operands, 2) that were made elsewhere."""
+        """Add counts that were made elsewhere, in graphs of torch.compile.
+
+        Args:
+            counts: (operators, operands, 2), whole numbers in any dtype.
+        """
         self._written = True
         self.counts.add_(counts.long())
 

@@ -34,33 +34,43 @@ class Format:
     """Binary digits of the most precise values: an integer's without its sign, or a mantissa's plus one."""
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Return the codes (uint8) of `scaled`, in its shape.
+        """Return the codes of numbers.
 
-        `scaled` is float32 with magnitudes up to `max`, and is overwritten. `noise` holds uniform numbers in [0, 1) of
-        the same shape for stochastic rounding; None rounds to nearest. A NaN gets an arbitrary code, because the scale
-        marks rows that contain one.
+        Args:
+            scaled: float32, magnitudes up to `max`; overwritten.
+            noise: uniform float32 numbers in [0, 1) of the same shape for stochastic rounding; None: round to nearest.
+
+        Returns:
+            uint8, below 2^bits, in the same shape. A NaN gets an arbitrary code, because the scale marks its row.
         """
         raise NotImplementedError
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of `codes` (uint8) in `dtype`, which holds every value of these formats exactly."""
+        """Return the values of `codes` (uint8, any shape) in `dtype`.
+
+        Returns: the values, in the same shape. Each floating dtype of 16 bits or more holds all of them exactly.
+        """
         raise NotImplementedError
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
-        """Return the nearest values of `scaled`: `decode(encode(scaled))` without the codes and up to the sign of zero.
-
-        NaN stays NaN.
+        """Round to the nearest values: `decode(encode(scaled))` without the codes and up to the sign of zero.
 
         Args:
             scaled: float32, magnitudes up to `max`; overwritten.
             scratch: float32 of the same shape, overwritten; None: allocated.
             noise: uniform float32 numbers between -128 and 128, both excluded, of the same shape for stochastic
                 rounding. That many 256ths of a step are added before rounding. None: round to nearest.
+
+        Returns:
+            `scaled`; NaN stays NaN.
         """
         raise NotImplementedError
 
     def step(self, scaled: Tensor) -> Tensor:
-        """Return the distance between the neighbouring values around `scaled` (float32), same shape."""
+        """Return the distance between the neighboring values around `scaled` (float32, magnitudes up to `max`).
+
+        Returns: float32, a new tensor of the same shape.
+        """
         raise NotImplementedError
 
 
@@ -97,11 +107,20 @@ class RangeFormat(Format):
 
     @staticmethod
     def of(name: str, group: int) -> RangeFormat:
-        """Return the range format of the integer format `name`."""
+        """Return the range format with the bits of an integer format.
+
+        Args:
+            name: int2, int3, int4 or int8.
+            group: elements of a row that share a range.
+        """
         fmt = FORMATS[name]
         return RangeFormat(f"{name}/{group}", fmt.bits, 2.0**fmt.bits - 1, fmt.bits, group)
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return the codes of numbers.
+
+        Returns: uint8 integers from 0 to `max`, to which numbers outside are clamped.
+        """
         if noise is None:
             scaled.round_()
         else:
@@ -109,6 +128,10 @@ class RangeFormat(Format):
         return scaled.clamp_(0, self.max).to(torch.int16).to(torch.uint8)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the codes as numbers.
+
+        Returns: whole numbers from 0 to `max` in `dtype`.
+        """
         return codes.to(dtype)
 
 
@@ -143,6 +166,11 @@ class FloatFormat(Format):
         return torch.tensor(values, dtype=torch.float32, device="cpu")
 
     def encode(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Return the codes of numbers.
+
+        Returns: uint8, from the highest of `bits` bits on sign, exponent and mantissa; that of `max` for magnitudes
+        beyond.
+        """
         if noise is None and self.native is not None:
             return scaled.clamp_(-self.max, self.max).to(self.native).view(torch.uint8)
         # The sign bit of the float32 number becomes the highest bit of the code.
@@ -179,10 +207,18 @@ class FloatFormat(Format):
         return torch.where(noise * (high - low) < magnitude - low, above, below)
 
     def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the values of codes.
+
+        Returns: the values in `dtype`, Inf and NaN included if the format is native.
+        """
         table = self._table("values", codes.device).to(dtype)
         return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        """Round to the nearest values.
+
+        Returns: `scaled`; magnitudes beyond `max` are rounded as if there were larger exponents.
+        """
         # As in `_nearest`, with 1.5 M instead of M: float32 numbers around 1.5 M are equally far apart on both sides,
         # so signs need no special treatment.
         power, shift = self._power(scaled, scratch), 1.5 * 2 ** (23 - self.mantissa_bits)
@@ -209,6 +245,10 @@ class FloatFormat(Format):
         torch.add(x, scratch, alpha=shift, out=out).sub_(scratch, alpha=shift)
 
     def step(self, scaled: Tensor) -> Tensor:
+        """Return the distance between the neighboring values around `scaled`.
+
+        Returns: float32, 2^-m times the power of two at or below the magnitude, at least the smallest subnormal value.
+        """
         return self._power(scaled).mul_(2.0**-self.mantissa_bits)
 
     def _power(self, scaled: Tensor, scratch: Tensor | None = None) -> Tensor:
@@ -238,6 +278,10 @@ class KeepFormat(Format):
     """
 
     def round(self, scaled: Tensor, scratch: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
+        """Round to bfloat16.
+
+        Returns: `scaled`, float32 with values of bfloat16; `noise` has no effect.
+        """
         return scaled.copy_(scaled.bfloat16())
 
 

@@ -193,10 +193,14 @@ class Cast:
 
     @staticmethod
     def of(word: str) -> Cast | None:
-        """Return the cast that `word` describes; None for `bf16`.
+        """Return the cast that a word describes; None for `bf16`.
 
-        Examples are `e4m3/tile`, `e5m2/delayed/1024` with its history, `int8/row/codes` and
-        `e2m1/nv/hadamard/stochastic`.
+        Args:
+            word: a format, a scale, and in any order the history of `delayed` in steps, `codes`, `hadamard` and
+                `stochastic`: `e4m3/tile`, `e5m2/delayed/1024`, `int8/row/codes`, `e2m1/nv/hadamard/stochastic`.
+
+        Raises:
+            ValueError: a part of the word is not known, or does not fit the others.
         """
         # A word without a scale gets an empty one, which is valid for `bf16` alone.
         name, scale, *more = (*word.split("/"), "")[: max(2, word.count("/") + 1)]
@@ -240,7 +244,10 @@ class Cast:
         return self.group(0) == (None, None)
 
     def group(self, contraction_dim: int) -> tuple[int | None, int | None]:
-        """Return (rows, columns) of the elements with one scale; None in a place means all of them."""
+        """Return which elements of a matrix share a scale, if the GEMM contracts its dimension 0 (rows) or 1.
+
+        Returns: (rows, columns) of a group; None in a place means all of them.
+        """
         rule = self.granularity
         if rule.square is not None:
             return rule.square, rule.square
@@ -294,8 +301,13 @@ class Recipe:
     def of(name: str, gemms: Mapping[str, Mapping[str, str]]) -> Recipe:
         """Return a user-defined recipe, as in Recipe.of("mine", {"fprop": {"input": "e4m3/tile"}}).
 
-        Operands that are not named are kept unchanged. Raises ValueError, with a message of one line, if a word,
-        operand or GEMM does not exist, or if the name is taken.
+        Args:
+            name: letters, digits, - and _.
+            gemms: {gemm: {operand: cast}}, where an operand may be `result`; those that are not named are kept
+                unchanged.
+
+        Raises:
+            ValueError: a word, operand or GEMM does not exist, or the name is taken; the message is one line.
         """
         if not name.replace("-", "_").isidentifier():
             raise ValueError(f"recipe {name!r}: a name is letters, digits, - and _, and begins with no digit")
@@ -373,6 +385,8 @@ class Recipe:
 
         >>> RECIPES["nvfp4"].with_gemms({"fprop": RECIPES["mxfp8"], "dgrad": RECIPES["bf16"]}).name
         'mxfp8 in fprop and bf16 in dgrad'
+
+        Returns: a recipe on the backend of this one, named after the others.
         """
         taken = {gemm: recipes[gemm] for gemm in GEMMS if gemm in recipes}
         of: dict[str, list[str]] = {}
@@ -429,7 +443,10 @@ ExecutionPath: TypeAlias = Format | Recipe
 
 
 def described(path: ExecutionPath) -> str:
-    """Return the name of the path; for a recipe with casts also its backend and the columns that stay in 16 bits."""
+    """Return how a path is called in tables and states.
+
+    Returns: its name; for a recipe with casts also its backend and the columns that stay in 16 bits.
+    """
     if not isinstance(path, Recipe) or not path.casts:
         return path.name
     outliers = None if path.fprop.input is None else path.fprop.input.outliers

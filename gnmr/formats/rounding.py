@@ -36,14 +36,23 @@ class Rounding:
     _micro_batch: tuple[int, int] | None
 
     def begin_step(self, step: int) -> None:
-        """Start `step` with its first micro-batch; passes that began in the step before may still draw."""
+        """Start a step with its first micro-batch; passes that began in the step before may still draw.
+
+        Args:
+            step: number of the optimizer step, from 1.
+        """
         self.step = step
         # Older counts cannot be read again and would only grow.
         self._passes = {key: count for key, count in self._passes.items() if key[0] == step - 1}
 
     @contextmanager
     def micro_batch(self, number: int, evaluation: bool = False) -> Iterator[None]:
-        """Assign the passes inside to micro-batch `number`, or to an `evaluation` after it; outside it is counted."""
+        """Assign the passes inside this context to a micro-batch; outside it is counted.
+
+        Args:
+            number: index among the micro-batches of all processes in the step, from 0.
+            evaluation: whether it belongs to an evaluation after the step, which draws other numbers.
+        """
         before = self.mark()
         # Counting starts anew, so that the noise depends on the number of the micro-batch and not on what ran before.
         self._micro_batch, self._passes = (number, int(evaluation)), {}
@@ -53,7 +62,10 @@ class Rounding:
             self.back_to(before)
 
     def next_pass(self, operator: int, step: int) -> Key:
-        """Return the key of a pass of `operator` that began in `step`, without the seed and the operand."""
+        """Return the key of a pass of `operator` (its index) that began in `step`, and count the pass.
+
+        Returns: four whole numbers, with which a key of `generator` begins.
+        """
         # Without a named micro-batch, passes are counted as if all ranks took turns in one process.
         count = self._passes.get((step, operator), 0)
         self._passes[step, operator] = count + 1
@@ -74,7 +86,11 @@ class Rounding:
         return self.step, self._micro_batch, dict(self._passes)
 
     def back_to(self, mark: Mark) -> None:
-        """Return to `mark`, so that the same numbers are drawn again."""
+        """Return to a former position, so that the same numbers are drawn again.
+
+        Args:
+            mark: the result of `mark`, which may be used several times.
+        """
         self.step, self._micro_batch, passes = mark
         # A copy, because one mark may be used several times.
         self._passes = dict(passes)
@@ -85,7 +101,11 @@ class Rounding:
         return torch.tensor([self.seed - 2**64 if self.seed >= 2**63 else self.seed, self.step], device="cpu")
 
     def load(self, state: Tensor) -> None:
-        """Continue at the position of `state`. Raises ValueError if `state` is not (seed, step)."""
+        """Continue at the position of `state`, (seed, step).
+
+        Raises:
+            ValueError: `state` is not (2,) int64.
+        """
         if not isinstance(state, Tensor) or state.shape != (2,) or state.dtype != torch.int64:
             raise ValueError("the state of stochastic rounding must be (seed, step), two whole numbers")
         seed, step = state.tolist()

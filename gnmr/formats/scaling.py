@@ -41,7 +41,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the scales of rows in `dtype`.
 
-    bfloat16 rows keep a bfloat16 scale: it has float32's range, and encoding divides by the rounded scale.
+    Returns: bfloat16 for bfloat16: it has float32's range, and encoding divides by the rounded scale. Else float32.
     """
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
@@ -73,7 +73,10 @@ def compress(rows: Tensor, fmt: Format, generator: torch.Generator | None = None
 
 
 def uniform_noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Return uniform float32 numbers in [0, 1), in the shape and on the device of `like`."""
+    """Return the noise of `Format.encode`.
+
+    Returns: uniform float32 numbers in [0, 1), in the shape and on the device of `like` (the generator's).
+    """
     return torch.rand(like.shape, generator=generator, dtype=torch.float32, device=like.device)
 
 
@@ -97,12 +100,18 @@ def _of_each(scale: Tensor, fmt: RangeFormat, width: int) -> tuple[Tensor, Tenso
 
 
 def row_scale(rows: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each of the float32 `rows` (N, D), (N, 1) in `dtype`; NaN for a row with a NaN or an Inf."""
+    """Return the scale of each of the `rows` (N, D), which are float32.
+
+    Returns: (N, 1) in `dtype`; NaN for a row with a NaN or an Inf.
+    """
     return scale_of(largest_magnitude(rows, (1,)), fmt, dtype)
 
 
 def largest_magnitude(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return max|x| over `dims`, which stay as dimensions of size 1; NaN if there is a NaN."""
+    """Return max|x| over the dimensions `dims`, in ascending order.
+
+    Returns: magnitudes in the dtype of `x`, with size 1 in `dims`; NaN if there is a NaN.
+    """
     few = dims[-1] == x.dim() - 1 and 1 < x.shape[-1] < 64
     if (
         few and x.element_size() == 2 and x.device.type == "cpu"
@@ -123,16 +132,21 @@ def largest_of(magnitudes: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def scale_of(largest: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
-    """Return the scale in `dtype` that maps the float32 magnitudes `largest` to format.max; NaN for NaN and Inf."""
+    """Return the scales that map float32 magnitudes to format.max.
+
+    Returns: scales in `dtype`, in the shape of `largest`, at least the smallest normal float32; NaN for NaN and Inf.
+    """
     scale = over_max(largest, fmt).clamp_(min=TINY).to(dtype)
     return scale.add_(nan_unless_finite(largest))
 
 
 def over_max(largest: Tensor, fmt: Format) -> Tensor:
-    """Return the magnitudes `largest` divided by the format's largest value.
+    """Return float32 magnitudes divided by the format's largest value.
 
     The divisor is a tensor: GPUs multiply by the reciprocal of a number, which rounds twice and gives other scales than
     on CPUs.
+
+    Returns: float32 in the shape of `largest`.
     """
     return largest / torch.full_like(largest, fmt.max)
 
@@ -161,9 +175,14 @@ def nan_unless_finite(x: Tensor) -> Tensor:
 
 
 def count_nonfinite(x: Tensor, largest: Tensor | None = None) -> Tensor | None:
-    """Return the number of elements of `x` that are Inf or NaN, an int64 scalar on its device; None: there are none.
+    """Count the elements of a tensor that are Inf or NaN.
 
-    If the `largest` magnitudes are given, CPUs inspect elements only if one of these is not finite.
+    Args:
+        x: any floating dtype and shape.
+        largest: its largest magnitudes. If all are finite, CPUs do not inspect the elements; None: not known.
+
+    Returns:
+        An int64 scalar on the device of x; None: there are none.
     """
     if largest is not None and largest_if_finite(largest) is not None:
         return None
@@ -197,12 +216,18 @@ def decompress(packed: Tensor, scale: Tensor, fmt: Format, width: int, dtype: to
 
 @cache  # called for every operator in every step
 def row_bytes(width: int, bits: int) -> int:
-    """Return the bytes of a packed row of `width` codes, without its scale."""
+    """Return the size of a packed row of `width` codes of `bits` (1 to 8) bits.
+
+    Returns: bytes, without those of the scale.
+    """
     return sum(-(-width * plane // 8) for plane in _planes(bits))
 
 
 def scales_of(width: int, fmt: Format) -> int:
-    """Return how many numbers accompany a packed row of `width` codes: its scale, or two per group."""
+    """Return how many numbers in `scale_dtype` accompany a packed row of `width` codes.
+
+    Returns: 1, the scale; under a `RangeFormat` 2 per group.
+    """
     return 2 * -(-width // fmt.group) if isinstance(fmt, RangeFormat) else 1
 
 
@@ -215,7 +240,10 @@ def _planes(bits: int) -> tuple[int, ...]:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack (N, D) codes (uint8, below 2^bits) into (N, row_bytes) uint8."""
+    """Pack codes (N, D), which are uint8 below 2^bits, into bytes.
+
+    Returns: (N, `row_bytes`) uint8; `codes` itself for 8 bits.
+    """
     packed_planes, low = [], 0
     for plane in _planes(bits):
         bits_of_plane = codes if plane == bits else (codes >> low) & (2**plane - 1)

@@ -20,7 +20,9 @@ def always_recomputed(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keep the operations of `function` out of the caches of selective checkpointing.
 
     Casts write to memory that they use again, and record statistics: a cached result would be overwritten, and a result
-    from the cache would leave the rest undone. Without such a cache the call costs one look at an empty stack.
+    from the cache would leave the rest undone.
+
+    Returns: the function outside of such caches; without one, a call costs one look at an empty stack more.
     """
 
     @wraps(function)
