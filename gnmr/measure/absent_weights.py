@@ -38,7 +38,11 @@ def _offloading_hook(module: nn.Module) -> Any:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Return whether the module's own weights are in memory only while it runs, by a hook of accelerate."""
+    """Return whether a hook of accelerate brings the module's weights when it runs, and takes them away afterwards.
+
+    Args:
+        module: a module, whose own parameters alone are meant, and not those of its submodules.
+    """
     return _offloading_hook(module) is not None
 
 
@@ -62,7 +66,11 @@ def refuse_unreadable(model: nn.Module) -> None:
 
 
 def refuse_tensor_parallel(model: nn.Module) -> None:
-    """Raise ValueError if a parameter is sharded other than by FSDP2, so that no pass has the whole of it."""
+    """Refuse a model of which no pass has a whole parameter.
+
+    Raises:
+        ValueError: a parameter is sharded other than by FSDP2, which gathers it when its module runs.
+    """
     if any(map(is_sharded, model.parameters())):
         sharded = tensor_parallel(model)
         right = f"has {sharded} sharded by tensor parallelism, in which no operator has paths; use FSDP2 (fully_shard)"
@@ -82,7 +90,12 @@ def device_of_passes(model: nn.Module) -> torch.device | None:
 
 
 def settle(converted: ConvertedModel, model: nn.Module) -> None:
-    """Put what the operators of a model share on the device of its passes, if their weights come when they run."""
+    """Put what the operators of a model share on the device of its passes, if their weights come when they run.
+
+    Args:
+        converted: the operators.
+        model: the model that holds them. If nothing is offloaded, its first parameter with values gives the device.
+    """
     around = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
     device = device_of_passes(model) or next(around, None)
     if device is not None and converted.device.type == "meta":
@@ -91,7 +104,11 @@ def settle(converted: ConvertedModel, model: nn.Module) -> None:
 
 @contextmanager
 def with_weights(module: nn.Module) -> Iterator[None]:
-    """Keep the offloaded weights of a module and its submodules in memory, so that several passes read them once."""
+    """Keep the offloaded weights of a module and its submodules in memory, so that several passes read them once.
+
+    Args:
+        module: any module; nothing happens to weights that accelerate does not offload.
+    """
     held: list[tuple[nn.Module, Any]] = []
     try:
         for submodule in module.modules():
@@ -107,7 +124,11 @@ def with_weights(module: nn.Module) -> Iterator[None]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that is sharded over processes, all of which call this; others as they are."""
+    """Return the whole of a tensor that is sharded over processes; others as they are.
+
+    Args:
+        tensor: a tensor of any shape. If it is a DTensor, all processes call this together.
+    """
     if not is_sharded(tensor):
         return tensor
     whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
@@ -138,7 +159,13 @@ def put_away(model: nn.Module) -> None:
 
 
 def refuse_other_batches(model: nn.Module, batches: Iterable[Any], key: str = "batches") -> None:
-    """Raise ValueError in all processes of a sharded model unless they have the same batches."""
+    """Compare the batches of the processes of a sharded model, which need the same ones.
+
+    All processes call this together. Tensors, numbers and texts are compared, and objects of other kinds are not.
+
+    Raises:
+        ValueError: the batches differ; raised in all processes.
+    """
     parameters: Iterable[Any] = model.parameters()
     meshes = {parameter.device_mesh for parameter in parameters if is_sharded(parameter)}
     if not meshes:

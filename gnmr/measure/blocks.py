@@ -38,7 +38,11 @@ class NotFollowed(ValueError):
 
 
 def named_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the blocks with their name: the `nn.ModuleList` with the most parameters; ("", an empty one) without."""
+    """Return the blocks of a model: its `nn.ModuleList` with the most parameters.
+
+    Returns:
+        The dotted name and the list; an empty name and an empty list if the model has none.
+    """
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()), default=("", nn.ModuleList()))
 

@@ -91,7 +91,11 @@ class Coverage:
 
     @staticmethod
     def sum_of(coverages: Iterable[Coverage]) -> Coverage:
-        """Return the sum of several counts."""
+        """Return the sum of several counts.
+
+        Args:
+            coverages: one for each batch or pass; none gives an empty count.
+        """
         products, attention = Counter[Product](), 0
         for coverage in coverages:
             products.update(coverage.products)
@@ -112,7 +116,11 @@ class Coverage:
         }
 
     def share(self, names: Collection[str]) -> float:
-        """Return the share of the linears of these names in `total`; 0 if nothing ran."""
+        """Return the share of these linears in `total`, from 0 to 1.
+
+        Args:
+            names: operators, each counted once; one that was not called adds 0.
+        """
         called = self.called()
         return sum(called.get(name, 0) for name in set(names)) / (self.total or 1)
 
@@ -132,7 +140,11 @@ class Coverage:
         return {product: number / self.total for product, number in numbers.most_common()}
 
     def never_called(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the reason for each of these operators that was never called."""
+        """Return why operators were never called.
+
+        Returns:
+            {name: reason} of those among `names` that were not called, in their order.
+        """
         called, read = self.called(), {product.name for product in self.products if not product.called}
         return {name: READ if name in read else "it never ran" for name in names if name not in called}
 
@@ -162,6 +174,10 @@ class Coverage:
         """Return the multiplications of a converted model for its cost.
 
         Experts of one layer count alike, because one batch does not show which of them the next tokens reach.
+
+        Args:
+            operators: the operators, in the order in which `Work` has them.
+            verb: the beginning of the note on what they cover, see `line`.
         """
         called, by_kind = self.called(), dict[str, list[int]]()
         names = [operator.operator_name for operator in operators]
@@ -175,13 +191,21 @@ class Coverage:
         return Work(counts, max(0, self.total - sum(counts)), tuple(notes))
 
     def leaves_out_much(self, operators: Sequence[PathLinear]) -> bool:
-        """Return True if at least 1% of the arithmetic within blocks is left out, not counting routers."""
+        """Return True if at least 1% of the arithmetic within blocks is left out, not counting routers.
+
+        Args:
+            operators: what is not left out. A product is in a block if a part of its name is a number.
+        """
         left_out = self.left_out([operator.operator_name for operator in operators])
         return sum(share for product, share in left_out.items() if "*" in product.name and not product.routes) >= MUCH
 
 
 def percent(share: float) -> str:
-    """Format a share as 100%, 89%, 3.4% or 0.05%; only a share of exactly 1 is 100%."""
+    """Format a share as 100%, 89%, 3.4% or 0.05%; only a share of exactly 1 is 100%.
+
+    Args:
+        share: a number from 0 to 1.
+    """
     digits = 2
     if share >= 0.995 or share == 0:
         digits = 0

@@ -146,22 +146,39 @@ class ForwardPasses:
     # ---- progress ----
 
     def expect(self, passes: int | None) -> None:
-        """Set how many forward passes are still to come; None: unknown."""
+        """Set how many forward passes are still to come.
+
+        Args:
+            passes: their number, without those that are done; None: unknown.
+        """
         self._total = None if passes is None else int(self._done) + passes
 
     def expect_more(self, passes: int) -> None:
-        """Add to the number of forward passes that are still to come, if it is known."""
+        """Add to the number of forward passes that are still to come.
+
+        Args:
+            passes: their number, which changes nothing while the whole number is unknown.
+        """
         if self._total is not None:
             self._total += passes
 
     def passes_of(self, batches: int, variants: Mapping[str, Variant]) -> int:
-        """Return the number of forward passes that `outputs` takes; a block is a part of one."""
+        """Return the number of forward passes that `outputs` takes; a block is a part of one.
+
+        Args:
+            batches: the number of batches.
+            variants: as in `outputs`. If the model runs block by block, a variant begins at the block of its operator.
+        """
         if self.blocks is None:
             return batches * (1 + len(variants))
         return math.ceil(self.blocks.calls(batches, variants) / len(self.blocks.blocks.modules))
 
     def advance(self, passes: float) -> None:
-        """Count finished passes; a block is a part of one."""
+        """Count finished passes, and report them to `progress`.
+
+        Args:
+            passes: their number; a block is a part of one.
+        """
         self._done += passes
         self._progress(int(self._done), self._total)
 
@@ -182,9 +199,13 @@ class ForwardPasses:
         low: Collection[str] = (),
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Output:
-        """Run a forward pass with the operators `low` in low precision, and all others on the recovery path.
+        """Run a forward pass without a graph.
 
-        `around` returns a context for the pass, or for each part of it.
+        Args:
+            batch: what `run` takes.
+            place: number of the batch from 0, which seeds PyTorch's random numbers.
+            low: names of the operators in low precision; all others are on the recovery path.
+            around: returns a context for the pass, or for each part of it.
         """
         if self.blocks is not None:
             return self._output_of(self.blocks.forward(batch, place, low, around), place, trained=False)
@@ -237,11 +258,20 @@ class ForwardPasses:
                     yield number, name, self.forward(batch, before + number, low=variant.low)
 
     def reference(self, batch: Any, place: int) -> Output:
-        """Run a forward pass with every operator on the recovery path."""
+        """Run a forward pass with every operator on the recovery path.
+
+        Args:
+            batch: what `run` takes.
+            place: number of the batch, see `forward`.
+        """
         return self.forward(batch, place)
 
     def pinned(self, pins: Pins) -> AbstractContextManager[None]:
-        """Return a context in which these GEMMs of the low path are on a rescue or on the recovery recipe."""
+        """Return a context in which some GEMMs of the low path are on other recipes.
+
+        Args:
+            pins: the recipe of each of these GEMMs: a rescue, or the recovery recipe.
+        """
         return pinned(self.converted.operators, pins, self.rescues)
 
     # ---- every operator alone ----

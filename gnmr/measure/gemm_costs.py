@@ -50,9 +50,16 @@ class GemmCost:
         by_sequence: float | None,
         kls: Sequence[np.ndarray] | None,
     ) -> GemmCost:
-        """Return the row of an fprop: its value is its measured KL, if there are `kls` (`Output.kl_to`).
+        """Return the row of an fprop; its value is its measured KL, if there are `kls`.
 
-        The value is Inf if this fprop alone makes the predictions NaN or Inf.
+        Args:
+            name: the operator.
+            value: the estimate in use, in nats per token.
+            interval: its 95% interval. A measured KL replaces both, and is Inf if this fprop alone makes the
+                predictions NaN or Inf.
+            by_token: the estimate by token; None: there is none.
+            by_sequence: the estimate by sequence; None: there is none.
+            kls: `Output.kl_to` of each batch, (S, 2), with this operator alone in low precision; None: not measured.
         """
         measured = None
         if kls:
@@ -86,7 +93,11 @@ class PathCost:
     """99th percentile of the KL of single tokens, in nats; None: not measured."""
 
     def with_tokens(self, tokens: Sequence[np.ndarray | None]) -> PathCost:
-        """Return this cost with the numbers of single tokens, from (N, 2) by batch as `Output.tokens_to` gives them."""
+        """Return this cost with `same_top` and `kl_99`, the numbers of single tokens.
+
+        Args:
+            tokens: `Output.tokens_to` of each batch, (N, 2), or None; if all are None, the cost is returned as it is.
+        """
         arrays = [batch for batch in tokens if batch is not None]
         if not arrays:
             return self
@@ -163,7 +174,13 @@ class PathCost:
 
 
 def weighted_mean(values: Any, weights: Any, axis: int = 0) -> Any:
-    """Return the mean of values over an axis, weighted: nats per token of batches or sequences by their tokens."""
+    """Return the weighted mean of values: nats per token of batches or sequences by their tokens.
+
+    Args:
+        values: an array of any shape.
+        weights: (n,) for an axis of length n, or the shape of the values; at least one is above 0.
+        axis: the axis over which the mean is taken, which the result lacks.
+    """
     return np.average(values, axis=axis, weights=weights)
 
 
@@ -175,7 +192,15 @@ def bootstrap_weights(weights: np.ndarray, rng: np.random.Generator) -> np.ndarr
 
 
 def bootstrap_intervals(samples: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the (2, U) ends of the bootstrap 95% interval of the weighted mean of `samples` (B, U) over batches."""
+    """Return the bootstrap 95% interval of the weighted mean over batches. All calls draw the same batches.
+
+    Args:
+        samples: (B, U), for example the nats of U operators in B batches.
+        weights: (B,), tokens of each batch.
+
+    Returns:
+        The lower and the upper ends, (2, U).
+    """
     means = bootstrap_weights(weights, np.random.default_rng(0)) @ samples
     ends: np.ndarray = np.percentile(means, [2.5, 97.5], axis=0)
     return ends
@@ -184,9 +209,10 @@ def bootstrap_intervals(samples: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def paired_difference(
     guess: tuple[list[Any], list[float]], plan: tuple[list[Any], list[float]], terms: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the extra nats that a guess leaves compared with the plan, and half the width of the paired 95% interval.
+    """Compare a guess with the plan on the same batches; the arguments are those of `paired_mean`.
 
-    The arguments are those of `paired_mean`.
+    Returns:
+        The extra nats per token that the guess leaves, and half the width of their 95% interval (t), NaN for one pair.
     """
     mean, error, number = paired_mean(guess, plan, terms)
     return mean, _half_width(number, error)
@@ -238,6 +264,9 @@ def format_nats(value: float) -> str:
 
     >>> format_nats(0.1012), format_nats(0.001234), format_nats(3.2), format_nats(0.0)
     ('0.101', '0.00123', '3.200', '0')
+
+    Args:
+        value: any number; NaN and infinities are written as nan and inf.
     """
     if value == 0 or not np.isfinite(value):
         return f"{value:g}"

@@ -23,8 +23,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode with gradients, and restore the model and PyTorch's random numbers afterwards.
 
-    PyTorch's fast path around the linears of a `nn.TransformerEncoder` is disabled inside. Restored are the modes of
-    all modules, `requires_grad` of all parameters, and the shards of FSDP2.
+    PyTorch's fast path around the linears of a `nn.TransformerEncoder` is disabled inside.
+
+    Args:
+        model: the model. Restored are the modes of its modules, `requires_grad` and `grad` of its parameters, and the
+            shards of FSDP2; a gradient is None inside.
     """
     # The fast path multiplies without calling the linears, so no hook would see them.
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -57,7 +60,11 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_without_gradients(model: nn.Module) -> None:
-    """Raise ValueError if nothing brings the model's weights, or if inference mode excludes gradients."""
+    """Refuse a model without gradients.
+
+    Raises:
+        ValueError: nothing brings the model's weights, or they were made in inference mode, or this mode is on.
+    """
     name, parameters = type(model).__name__, [*model.parameters()]
     refuse_unreadable(model)
     require(not torch.is_inference_mode_enabled(), "model", name, "has no gradients in inference mode; leave the mode")
@@ -67,13 +74,21 @@ def refuse_without_gradients(model: nn.Module) -> None:
 
 
 def refuse_transformed(name: str) -> None:
-    """Raise ValueError if a linear runs within a transform of torch.func, whose passes cannot be measured."""
+    """Refuse a linear within a transform of torch.func, whose passes cannot be measured.
+
+    Raises:
+        ValueError: such a transform is running; the message names the linear.
+    """
     right = "runs in a transform of torch.func (vmap, jvp, grad, ...), which has no casts; call it outside of them"
     require(not transformed(), "model", name, right)
 
 
 def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
-    """Return the loss as a tensor (). Raises ValueError if it is not one number, or lacks a gradient if `trained`."""
+    """Return the loss as a tensor ().
+
+    Raises:
+        ValueError: the loss is not a tensor of one element, or has no gradient although it is `trained`.
+    """
     right = "must be one number with a gradient; does the batch have targets, and is no checkpointing reentrant?"
     if not isinstance(loss, Tensor):
         raise ValueError(f"{where}={type(loss).__name__}: {right}")
@@ -83,7 +98,11 @@ def scalar(loss: object, where: str, trained: bool = True) -> Tensor:
 
 
 def refuse_reentrant(loss: Tensor) -> None:
-    """Raise ValueError if activation checkpointing hides passes from autograd (reentrant)."""
+    """Refuse a model whose activation checkpointing is reentrant, which hides passes from autograd.
+
+    Raises:
+        ValueError: the graph of the loss has a node of such a checkpoint.
+    """
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in _graph(loss)):
         raise ValueError("model: its activation checkpointing is reentrant; use use_reentrant=False, or none")
 
@@ -121,7 +140,14 @@ def leaves_of(result: Tensor) -> list[Tensor]:
 
 
 def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, number of NaN or Inf elements, number of all elements) of each parameter that has any."""
+    """Look for parameters with NaN or Inf, one after the other.
+
+    Args:
+        model: the model. Parameters of a tensor subclass, or of fewer than 16 bits, are passed over.
+
+    Yields:
+        (name, number of elements that are not finite, number of all elements) of each parameter that has any.
+    """
     for name, parameter in parameter_values(model):
         plain = type(parameter) in (nn.Parameter, Tensor) and parameter.dtype in _DTYPES
         if plain and (number := int((~parameter.isfinite()).sum())):
@@ -131,7 +157,12 @@ def not_finite(model: nn.Module) -> Iterator[tuple[str, int, int]]:
 def refuse_not_finite(
     value: float, where: str, model: nn.Module, right: str = "is not finite; has it any targets?"
 ) -> None:
-    """Raise ValueError if the loss is not finite; the message names the first non-finite parameter, or says `right`."""
+    """Refuse a loss that is not finite.
+
+    Raises:
+        ValueError: `value` is NaN or Inf; the message names the first parameter of `model` that is not finite, or says
+            `right`.
+    """
     if math.isfinite(value):
         return
     if wrong := next(not_finite(model), None):
@@ -141,9 +172,14 @@ def refuse_not_finite(
 
 @torch.no_grad()
 def reach_of(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return how far a change of each weight by its own norm, or by 1 if that is more, moves the loss, (n,) float32.
+    """Return how far a change of each weight by its own norm, or by 1 if that is more, moves the loss.
 
-    It is of the n weights with a gradient.
+    Args:
+        weights: the weights, whole or sharded; one whose class does not give its values counts with norm 1.
+        gradients: their gradients; weights with None are left out.
+
+    Returns:
+        ||g|| max(1, ||W||) of the n weights with a gradient, (n,) float32.
     """
     pairs = zip(gradients, weights, strict=True)
     reached = [(g.coalesce().values() if g.is_sparse else gathered(g), values_of(w)) for g, w in pairs if g is not None]

@@ -83,7 +83,13 @@ class Grain:
         return quantize(x, self._bare, contracted, None, generator)[0]
 
     def under(self, x: Tensor, contracted: int, factor: float) -> Tensor:
-        """Return the same cast with scales times `factor`, rounded to nearest; values beyond the format saturate."""
+        """Return the same cast with other scales, rounded to nearest; values beyond the format saturate.
+
+        Args:
+            x: a tensor (N, D), as in `ideal`.
+            contracted: its dimension that the GEMM contracts.
+            factor: multiplies the scales from the tensor's own magnitudes, which 1 leaves.
+        """
         if self.along and contracted == 0:
             return replace(self, along=False).under(x.t().contiguous(), 1, factor).t()
         fmt, bare = self.cast.format, self._bare
@@ -136,7 +142,14 @@ class Operator:
         return detached
 
     def values(self, weight: Tensor) -> Tensor | None:
-        """Return `raw_weight` (O, I) in high precision; None if its class does not give its values."""
+        """Return the values of a weight in high precision.
+
+        Args:
+            weight: `raw_weight` (O, I), or one of the same kind.
+
+        Returns:
+            The values (O, I); None if the weight's class does not give them.
+        """
         if isinstance(self.module, Int8Linear) and not weight.is_floating_point():
             return Integers(weight, self.module.weight_scale).values(torch.float32)
         return values_of(weight)
@@ -161,15 +174,28 @@ class Operator:
         return any(self.declared.values())
 
     def grain(self, gemm: str, operand: str) -> Grain | None:
-        """Return the cast of one operand; None if it is not cast or nothing is declared."""
+        """Return the cast of an operand; None if it is not cast or nothing is declared.
+
+        Args:
+            gemm: fprop, dgrad or wgrad.
+            operand: input, weight or grad_output, one of the GEMM's two in `READS`.
+        """
         return (self.declared or {}).get((gemm, operand))
 
     def multiplies_codes(self, gemm: str) -> bool:
-        """Return True if scales apply to sums of this GEMM, so that its operands cannot be compared with tensors."""
+        """Return True if scales apply to sums of this GEMM, so that its operands cannot be compared with tensors.
+
+        Args:
+            gemm: fprop, dgrad or wgrad.
+        """
         return any(grain.cast.codes for operand in READS[gemm] if (grain := self.grain(gemm, operand)) is not None)
 
     def words(self, gemm: str) -> str:
-        """Describe its operands in one GEMM: `e4m3/tensor x e4m3/tensor`."""
+        """Describe the operands of a GEMM: `e4m3/tensor x e4m3/tensor`.
+
+        Args:
+            gemm: fprop, dgrad or wgrad. If neither operand is cast, the weight's dtype describes both.
+        """
         if self.declared is None:
             return f"not said, {self.stored} weight" if self.stored and gemm != "wgrad" else "not said"
         weight: Any = self.module.weight
@@ -213,10 +239,13 @@ def operators_of(model: nn.Module) -> list[Operator]:
 
 
 def packed_in(model: nn.Module) -> dict[str, str]:
-    """Return the class of each module that is no nn.Linear and keeps the matrix of a linear in codes, by its name.
+    """Find the modules that are no nn.Linear and keep the matrix of a linear in codes.
 
-    It has `in_features` and `out_features`, and one bit or more per weight in integers or bytes, but no such matrix in
-    high precision: the linears of HQQ, GPTQ and AWQ, and PyTorch's quantized ones.
+    They have `in_features` and `out_features`, and one bit or more per weight in integers or bytes, but no such matrix
+    in high precision: the linears of HQQ, GPTQ and AWQ, and PyTorch's quantized ones.
+
+    Returns:
+        {operator name: class of the module}.
     """
     classes = {}
     for name, module in model.named_modules():
@@ -237,9 +266,13 @@ def packed_in(model: nn.Module) -> dict[str, str]:
 def values_of(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor of any class in high precision; None if its class does not give them.
 
-    A class that wraps one tensor in high precision (torchao's training weights) has that tensor's values, and a DTensor
-    those of all processes, which call this together.
-    Others are asked for their values, and a weight (O, I) that refuses is multiplied with the identity.
+    Args:
+        tensor: a tensor of any shape. A class that wraps one tensor in high precision (torchao's training weights) has
+            that tensor's values, and a DTensor those of all processes, which call this together. Others are asked for
+            their values, and a weight (O, I) that refuses is multiplied with the identity.
+
+    Returns:
+        A detached tensor of the same shape, of 16 bits or more.
     """
     if _is_plain(tensor):
         freed = tensor.numel() > 0 and tensor.untyped_storage().size() == 0  # by FSDP2, after a pass that read it

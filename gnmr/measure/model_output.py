@@ -46,7 +46,15 @@ class Output:
         return math.nan if self.loss is None else float(self.loss.detach())
 
     def refuse_not_finite(self, where: str, model: nn.Module) -> None:
-        """Raise ValueError if the loss is not finite, or without one the predictions; single logits may be -inf."""
+        """Refuse an output whose loss, or without one whose predictions, are not finite; single logits may be -inf.
+
+        Args:
+            where: name of the output in the message.
+            model: the model that gave it, whose first non-finite parameter the message names.
+
+        Raises:
+            ValueError: they are not finite.
+        """
         value, right = self.loss_value, "is not finite; has it any targets?"
         if self.targets is not None:
             right = "is not finite; has a target a logit of -inf?"
@@ -116,9 +124,18 @@ class Output:
         return replace(self, logits=logits, loss=loss, source=None)
 
     def objective(self, labels: str, generator: torch.Generator, where: str) -> tuple[Tensor, Tensor | None]:
-        """Return the scalar to differentiate and its part of each sequence, (S,) (None: unknown).
+        """Return the scalar to differentiate, and its part of each sequence.
 
-        With labels="model", labels are drawn from the logits; without logits, the loss is used.
+        Args:
+            labels: `model` draws labels from the logits, `data` takes the targets. Without logits, the loss is used.
+            generator: draws the labels.
+            where: name of the output in messages.
+
+        Returns:
+            The mean loss in nats, (), with its graph, and its part of each sequence, (S,); None: unknown.
+
+        Raises:
+            ValueError: the loss that is needed is missing, or is no number with a gradient.
         """
         if self.logits is None or labels == "data":
             right = "has no loss to take the data's labels from; use labels='model', or give the targets"
@@ -141,9 +158,11 @@ class Output:
         return scalar(by_position.sum(), where), by_sequence
 
     def kl_to(self, low: Output) -> np.ndarray | None:
-        """Return (KL in nats, positions that count) of each sequence, (S, 2) float64; None without logits.
+        """Return the KL of `low`, an output of the same batch, against this one.
 
-        The KL is that of `low`, an output of the same batch, against this one, added up over positions.
+        Returns:
+            (KL in nats, positions that count) of each sequence that has any, (S, 2) float64, both added up over
+            positions; None without logits. The quotient is nats per token (`divergence`).
         """
         if self.logits is None or low.logits is None:
             return None
@@ -164,9 +183,11 @@ class Output:
         return nats_and_number
 
     def tokens_to(self, low: Output) -> np.ndarray | None:
-        """Return (KL in nats, 1 if the top prediction is unchanged) of each position that counts, (N, 2).
+        """Compare single tokens with those of `low`, an output of the same batch.
 
-        The result is None without logits.
+        Returns:
+            (KL in nats, 1 if the top prediction is unchanged) of each position that counts, (N, 2); None without
+            logits.
         """
         if self.logits is None or low.logits is None:
             return None
@@ -175,9 +196,11 @@ class Output:
         return nats_and_same
 
     def apart(self, other: Output) -> float:
-        """Return the KL per token to another output of the same batch; without logits, the difference of the losses.
+        """Return how far another output of the same batch is from this one.
 
-        Differences of losses within 16 roundings are 0, because sums may be in another order on a GPU.
+        Returns:
+            The KL in nats per token; without logits, the difference of the losses beyond 16 roundings, because sums may
+            be in another order on a GPU.
         """
         if (kl := self.kl_to(other)) is not None:
             return float(kl[:, 0].sum() / kl[:, 1].sum())

@@ -194,12 +194,21 @@ class ModelPasses(ForwardPasses):
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         low_part: str | None = None,
     ) -> Output:
-        """Run a forward pass with the operators `low` and the part `low_part` in low precision."""
+        """Run a forward pass, as `ForwardPasses.forward` does, with `low_part` outside the plan in low precision too.
+
+        Returns:
+            The output; without logits if the loss takes no softmax over them, so that they give no KL.
+        """
         with self._unplanned.running(low_part):
             return super().forward(batch, place, low=low, around=around)
 
     def reference(self, batch: Any, place: int) -> Output:
-        """Run a forward pass with every operator on the recovery path, and find the positions that count."""
+        """Run a forward pass with every operator on the recovery path, and find the positions that count.
+
+        Args:
+            batch: what `run` takes.
+            place: number of the batch. The pass has a graph if only the loss's gradient says which positions count.
+        """
         # If only the gradient of the loss says which positions count, this pass needs a graph too.
         if not self._counts_by_gradient:
             return self.forward(batch, place)
@@ -242,9 +251,14 @@ class ModelPasses(ForwardPasses):
         return output
 
     def alone(self, chosen: Mapping[str, PathLinear | None], batches: Sequence[Any]) -> dict[str, list[np.ndarray]]:
-        """Return {name: KLs (S, 2) by batch} with each operator alone in low precision.
+        """Measure operators and parts outside the plan, each alone in low precision.
 
-        None in the place of an operator is a part outside the plan. Without logits, the lists are empty.
+        Args:
+            chosen: the operators by name, and None for a part outside the plan.
+            batches: the first batches, numbered from 0, so that their random numbers are those of the other passes.
+
+        Returns:
+            {name: `Output.kl_to` of each batch, (S, 2)}; the lists are empty without logits.
         """
         kls: dict[str, list[np.ndarray]] = {name: [] for name in chosen}
         if not chosen:
@@ -289,9 +303,16 @@ class ModelPasses(ForwardPasses):
 
     @torch.no_grad()
     def rounding(self, batch: Any) -> float | None:
-        """Return the KL from rounding: the model against itself with each operator's output moved by one rounding.
+        """Measure what rounding does: the model against itself with each operator's output moved by one rounding.
 
-        Raises ValueError if two passes that should be the same differ by more than rounding.
+        Args:
+            batch: batch 1.
+
+        Returns:
+            The KL in nats per token; None without logits.
+
+        Raises:
+            ValueError: two passes that should be the same differ by more than rounding, or the output is not finite.
         """
         draw = torch.Generator(self.converted.device).manual_seed(0)
 
@@ -326,7 +347,11 @@ class ModelPasses(ForwardPasses):
         return None if first.logits is None else kl
 
     def refuse_state(self, batch: Any) -> None:
-        """Raise ValueError if a pass of batch 1 differs from the one before all measurements by more than rounding."""
+        """Compare a pass of batch 1 with the one before all measurements.
+
+        Raises:
+            ValueError: they differ by more than rounding, so the model keeps state or draws its own random numbers.
+        """
         assert self._first is not None
         differ = self._first.apart(self.forward(batch, 0))
         right = (
@@ -339,7 +364,12 @@ class ModelPasses(ForwardPasses):
     # ---- backward ----
 
     def measure(self, batch: Any, place: int) -> BatchCosts:
-        """Measure batch number `place` by a backward pass and a forward pass with everything low."""
+        """Measure a batch by a backward pass and a forward pass with everything low.
+
+        Args:
+            batch: what `run` takes.
+            place: number of the batch from 0, which seeds PyTorch's random numbers and the stochastic casts of prices.
+        """
         meter, mark = self._meter, self.converted.mark()
         drawn_before = self._draw.get_state()
         # The backward pass on the recovery path, with the meter on.

@@ -110,17 +110,26 @@ class Probe:
         self._sums = {name: torch.zeros(groups, dtype=torch.float64, device=device) for name in _SUMS}
 
     def parts(self, share: float) -> Tensor:
-        """Return a copy of this rank's part of the sums, float64; `share` is its part of the step's loss."""
+        """Return a copy of this rank's part of the sums, (number of sums, groups of operators) float64.
+
+        Args:
+            share: this rank's part of the step's loss, from 0 to 1; gaps hold squares of gradients, so it counts
+                squared.
+        """
         # Gaps hold squares of the gradient, of which this rank has a share; the other sums are of inputs alone.
         factor = {name: share**2 if name.startswith("gap") else 1.0 for name in _SUMS}
         return torch.stack([self._sums[name] * factor[name] for name in _SUMS])
 
     def read(self, summed: Tensor | None = None) -> dict[str, Tensor]:
-        """Return {name: (num_units,) float64} on the device, in the model's order, without waiting for the device.
+        """Return the statistics on the device, in the model's order, without waiting for it.
 
-        The gaps are sums, scaled up from the measured rows to all rows. The other statistics are means over all
-        measured elements of all micro-batches. A unit that was not measured has 0, and a unit whose input or
-        grad_output was not finite has NaN or Inf. `summed` is the sum of `parts` over all ranks.
+        Args:
+            summed: the sum of `parts` over all ranks; None: this rank's sums.
+
+        Returns:
+            {name: (num_units,) float64}. The gaps are sums, scaled up from the measured rows to all rows. The other
+            statistics are means over all measured elements of all micro-batches. A unit that was not measured has 0,
+            and a unit whose input or grad_output was not finite has NaN or Inf.
         """
         sums = self._sums if summed is None else dict(zip(_SUMS, summed, strict=True))
 
@@ -149,10 +158,17 @@ class Probe:
         fault: FaultInjection | None,
         copy: tuple[Tensor, ...],
     ) -> PassErrors:
-        """Measure `input`, which was `read`.
+        """Measure the input of an operator whose paths are formats.
 
-        `x` is the input after autocast's cast, `copy` the copy that backward will read, and `fault` a fault in force.
-        Readers of the same tensor share all measurements except a fault's. The input has at least one row.
+        Readers of the same tensor share all measurements except a fault's.
+
+        Args:
+            index: index of the operator.
+            read: the input's casts, which hold what other readers measured.
+            input: the input (..., D), with at least one row.
+            x: the same after autocast's cast.
+            fault: a fault in force; None: there is none.
+            copy: the compressed copy that backward will read: codes and scales of all rows.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         sampled = rows[:: self.tokens]
@@ -187,6 +203,9 @@ class Probe:
         """Measure an operator whose paths are recipes, as `measure` does; `rows` (T, D) are its input.
 
         `context` is under way and has made the `casts` of the rows.
+
+        Returns:
+            The errors of the pass, which `add` weighs with its grad_output and adds to the sums.
         """
 
         # A dry run of the same kind under the same fault would make the same casts, so it reuses those of the pass.
@@ -250,7 +269,19 @@ class Probe:
         contraction_dim: int,
         casts: Casts,
     ) -> Tensor:
-        """Return the measured rows of `rows` in `cast`, float32."""
+        """Cast rows by a dry run, and return the measured ones.
+
+        Args:
+            dry_run: a context of the recipe, which records nothing.
+            operand: input or grad_output.
+            rows: all rows (T, D).
+            cast: the cast; None: the rows are kept.
+            contraction_dim: the dimension of `rows` that the GEMM contracts.
+            casts: casts of the rows that were made already.
+
+        Returns:
+            Every `tokens`-th row, (measured rows, D), not rotated.
+        """
         if (
             self.tokens > 1
             and cast is not None

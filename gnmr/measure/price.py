@@ -198,7 +198,11 @@ class PriceMeter:
         return [operator.operator_name for operator in self._operators]
 
     def begin_step(self, step: int) -> None:
-        """Begin step `step`, which determines the measured tokens."""
+        """Begin a step.
+
+        Args:
+            step: its number, which alone determines the measured tokens and the draws of stochastic casts.
+        """
         self._step = step
 
     def reset(self) -> None:
@@ -227,7 +231,9 @@ class PriceMeter:
     def parts(self, share: float) -> Tensor:
         """Return a copy of this rank's part of the sums, (num_operators, columns) float64.
 
-        `share` is the rank's part of the step's loss. `terms` add up without a factor.
+        Args:
+            share: the rank's part of the step's loss, from 0 to 1, which counts squared as gradients do. `terms` add up
+                over ranks without a factor.
         """
         # The sums hold squares of gradients, so a gradient that is `share` of the step's counts with its square.
         self._close_all()
@@ -275,9 +281,16 @@ class PriceMeter:
         return norms[measured] * weights.to(norms).clamp(min=1)
 
     def read(self, grad_scale: float = 1.0, summed: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return {name: (num_units,) float64} on the device, in the model's order, without waiting for it.
+        """Return the prices on the device, in the model's order, without waiting for it.
 
-        `grad_scale` is the loss scale in the gradients; `summed` is that of `by_operator`.
+        Args:
+            grad_scale: the loss scale in the gradients; nats are divided by its square.
+            summed: that of `by_operator`; None: this rank's sums.
+
+        Returns:
+            {name: (num_units,) float64}. Over the operators of a unit, nats of fprop are added up, and relative squared
+            errors of dgrad and wgrad are averaged. `price` is what recovery saves of fprop, or else of wgrad
+            (docs/price.md).
         """
         # Nats are of second order in the gradient, relative errors of order 0: those do not see the loss scale.
         prices, by_path = {}, {path: self.by_operator(path, summed) for path in self.paths}
@@ -300,9 +313,14 @@ class PriceMeter:
         return self._by_unit(groups, gemm)
 
     def watch(self, operator: PathLinear, input: Tensor, output: Tensor) -> None:
-        """Measure the backward pass of this forward pass, and keep the measured tokens of `input` until then.
+        """Measure the backward pass of this forward pass.
 
         There is nothing to measure without a graph or without rows.
+
+        Args:
+            operator: an operator of the model.
+            input: its input (..., in_features); the measured tokens are kept until the backward pass.
+            output: its result (..., out_features), on whose gradient the measurement waits.
         """
         if not output.requires_grad or input.numel() == 0 or operator.index not in self._place:
             return

@@ -20,7 +20,14 @@ from gnmr.records.untrusted import first_line
 
 
 def check_files(folder: Path) -> list[Path]:
-    """Return the weight files. Raises UserError, which names the file, for missing or truncated weights."""
+    """Return the weight files of a checkpoint, sorted by name.
+
+    Args:
+        folder: has a model.safetensors.index.json that lists them; without one, all its *.safetensors count.
+
+    Raises:
+        UserError: a file is missing, truncated or cannot be read, or there is none; the line names it.
+    """
     from safetensors import safe_open
 
     file = folder / "model.safetensors.index.json"
@@ -85,7 +92,14 @@ class StoredWeights:
         return name in self._sources
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by its name in the model, in the dtype of the file."""
+        """Return a tensor by its name in the model.
+
+        Returns:
+            The tensor in the model's shape and the dtype of the file, on the CPU.
+
+        Raises:
+            UserError: its shape after conversion is another one than in the model.
+        """
         from transformers.core_model_loading import dot_natural_key
 
         sources = sorted(self._sources[name], key=lambda source: dot_natural_key(source[0]))

@@ -31,7 +31,11 @@ from gnmr.options import require
 
 
 def kv_cast_of(word: str) -> Cast:
-    """Return the cast of a cache. Raises ValueError if the word names no cast, or one that needs a history."""
+    """Return the cast of a cache from a word such as `KV_CAST`.
+
+    Raises:
+        ValueError: the word names no cast, or one that needs a history.
+    """
     require(isinstance(word, str), "kv_cast", word, f"must be a cast, as {KV_CAST}")
     try:
         cast = Cast.of(word)
@@ -78,7 +82,11 @@ class UnplannedParts:
         return [] if self.converted is None else self.converted.operators
 
     def find_sequences(self, sequences: Sequences) -> None:
-        """Let `sequences` find those of the rows of linears and caches."""
+        """Let one object find the sequences of the rows of linears and caches.
+
+        Args:
+            sequences: that of the operators of the plan, so that all are found by the same backward passes.
+        """
         if self._meter is not None:
             self._meter.sequences = sequences
         if self.kv is not None:
@@ -91,7 +99,11 @@ class UnplannedParts:
 
     @contextmanager
     def running(self, alone: str | None = None) -> Iterator[None]:
-        """Keep everything on the recovery path except the part `alone`, which may be `ALL_CACHES`."""
+        """Keep everything on the recovery path inside, except one part.
+
+        Args:
+            alone: name of a linear or a cache, or `ALL_CACHES`; None: no part.
+        """
         if self.converted is not None:
             for operator in self.converted.operators:
                 operator.switch(operator.operator_name != alone)
@@ -104,7 +116,11 @@ class UnplannedParts:
 
     @contextmanager
     def priced(self, place: int) -> Iterator[None]:
-        """Measure the backward pass of batch `place`."""
+        """Measure the backward pass of a batch, with all parts on the recovery path.
+
+        Args:
+            place: number of the batch, which seeds the measurement's draws.
+        """
         if self._meter is not None:
             self._meter.begin_step(place)
             self._meter.enabled = True
@@ -116,9 +132,16 @@ class UnplannedParts:
                 self._meter.enabled = False
 
     def take(self, loss_tokens: int) -> dict[str, tuple[float, float]]:
-        """Return and reset {name: (nats by token, nats by sequence or NaN)} of the backward passes since the last call.
+        """Return and reset the prices of the backward passes since the last call.
 
-        `loss_tokens` is the number of tokens in the mean of their loss.
+        Args:
+            loss_tokens: the number of tokens in the mean of their loss.
+
+        Returns:
+            {name: (nats by token, nats by sequence)}, the latter NaN if sequences are unknown.
+
+        Raises:
+            ValueError: keys and values are to be measured, and no attention was seen.
         """
         nats: dict[str, tuple[float, float]] = {}
         if self._meter is not None:
