@@ -590,7 +590,12 @@ def _role_findings(operators: Sequence[Operator], entries: Sequence[Entry], obse
 
 
 def head_or_router(operator: Operator, state: str) -> Finding:
-    """Return the finding on an output head or a router in low precision; `state` completes "it is"."""
+    """Return the finding on an output head or a router in low precision.
+
+    Args:
+        operator: the head or the router; a head that shares its weight with an embedding is a finding of another kind.
+        state: completes "it is", such as "in e4m3/tensor x e4m3/tensor".
+    """
     if operator.tied and operator.shared:
         problem = f"shares its weight with {operator.tied}, and is {state}"
         return Finding("tied head", (operator.name,), problem, "16 bits: the cast also changes the embedding")
@@ -599,7 +604,12 @@ def head_or_router(operator: Operator, state: str) -> Finding:
 
 
 def unused_recipes(declared: Sequence[str], named: Sequence[str | None]) -> list[Finding]:
-    """Return a finding for each declared recipe that is not among the `named` recipes of the paths."""
+    """Return a finding for each declared recipe that no path is on.
+
+    Args:
+        declared: names of recipes that are declared.
+        named: names of the paths' recipes; None for a path without one.
+    """
     right = f"one of {', '.join(name for name in named if name)}, or a path that names it"
     problem = "is declared, and no path is on it"
     return [Finding("unused recipe", (name,), problem, right) for name in declared if name not in named]

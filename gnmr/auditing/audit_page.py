@@ -37,7 +37,14 @@ def page(result: Audit | SideComparison, name: str, origin: Mapping[str, Any]) -
 
 
 def operator_lines(rows: Iterable[OperatorRow]) -> list[list[str]]:
-    """Return operator, GEMM, precision in force, and measured / possible dB of each operand, for every GEMM."""
+    """Return a line of a table for every GEMM.
+
+    Args:
+        rows: the operators. Those without a measurement have a note or a dash.
+
+    Returns:
+        Operator, GEMM, precision in force, and measured / possible dB of each operand, as texts.
+    """
     lines = []
     for row in rows:
         for i, (gemm, precision) in enumerate(row.precision.items()):

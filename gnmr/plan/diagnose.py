@@ -64,7 +64,11 @@ ALONE_BATCHES = 2
 
 
 def models_held_out(rescues: int) -> int:
-    """Return the number of models, at most, whose outputs on a held-out batch are measured, given `rescues` recipes."""
+    """Return the number of models, at most, whose outputs on a held-out batch are measured.
+
+    Args:
+        rescues: the number of recipes on which a plan may keep a GEMM.
+    """
     # Exact, everything low, the plan, the plan by price; a plan on each rescue alone; guesses and rules; other budgets.
     return 4 + rescues + len(GUESSES) - 1 + RANDOM_DRAWS + len(RULES) + len(CURVE)
 

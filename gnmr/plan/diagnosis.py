@@ -227,7 +227,11 @@ class Diagnosis:
         return bool((cost.nats if cost.above_noise else max(self.total, cost.nats + cost.noise)) < bound)
 
     def worst(self, gemm: str = "fprop") -> list[GemmCost]:
-        """Return the rows of one GEMM of all operators, the largest value first."""
+        """Return the rows of one GEMM of all operators, the largest value first.
+
+        Args:
+            gemm: fprop, whose values are nats per token, or dgrad or wgrad, whose values are relative squared errors.
+        """
         return sorted((row for row in self.rows if row.gemm == gemm), key=lambda row: row.value, reverse=True)
 
     # ---- choices ----
@@ -350,7 +354,11 @@ class Diagnosis:
         return {}
 
     def extra_of_all(self, choice: Choice) -> float:
-        """Return the extra time of a choice as a share of the time of all GEMMs of a forward and a backward pass."""
+        """Return the extra time of a choice as a share of the time of all GEMMs of a forward and a backward pass.
+
+        Args:
+            choice: has its extra time as a share of the time of the GEMMs that a plan may move.
+        """
         to_move = time_to_move(self.prices, self.costs, self.recipe)
         return choice.extra * to_move / time_of_all(self.costs, self.recipe, self.rest, self.times)
 
@@ -404,15 +412,24 @@ class Diagnosis:
         return [(name, math.fsum(time[name] for time in forward) / area, n) for name, n in numbers.items()]
 
     def expected(self, choice: Choice) -> tuple[float, float]:
-        """Return the expected nats per token without and with the pins: the values times `calibration`, if known."""
+        """Return the expected nats per token without and with the pins.
+
+        Returns:
+            The values before and after the choice, times `calibration` if that is known, and at least 0.
+        """
         factor = self.calibration or 1.0
         return max(0.0, factor * choice.before), max(0.0, factor * choice.after)
 
     def plan(self, budget: float | str | None = None, provenance: Mapping[str, str] | None = None) -> PinPlan:
-        """Return plan.json under a budget of extra GEMM time (None: this diagnosis's).
+        """Return plan.json under a budget.
 
-        Raises ValueError if the budget is not a positive share. It also does so for a diagnosis under a plan or with
-        separate recipes of operators, which a plan cannot express.
+        Args:
+            budget: extra GEMM time, as `budget_of` reads it; None: the diagnosis's own budget, or its gate.
+            provenance: further entries of the plan's provenance.
+
+        Raises:
+            ValueError: the budget is not a positive share, or the diagnosis is under a plan or has separate recipes of
+                operators, which a plan cannot express.
         """
         if self.sides:
             raise ValueError(f"plan: {next(iter(self.sides))} has a recipe of its own, which a plan cannot say")

@@ -316,8 +316,9 @@ def pin_in_order(
 def budget_of(budget: float | str) -> float:
     """Return a budget of extra GEMM time as a share: 0.1 for "+10%", "10%" and 0.1.
 
-    Raises ValueError if it is not above 0. A word without a percent sign and a whole number are also refused above 1,
-    because 10 would rather mean 10% than ten times the time.
+    Raises:
+        ValueError: it is not above 0. A word without a percent sign and a whole number are also refused above 1,
+            because 10 would rather mean 10% than ten times the time.
     """
     value: Any = share_of(budget)
     sound = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

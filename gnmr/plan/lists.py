@@ -230,10 +230,14 @@ def _pattern(text: str, rule: str) -> str | None:
 
 @cache
 def called(name: str, layout: str) -> str:
-    """Return the name of a checkpoint's linear in one of `LAYOUTS`; names that are not Hugging Face's are unchanged.
+    """Return the name of a checkpoint's linear in another layout; names that are not Hugging Face's are unchanged.
 
     >>> called("model.layers.0.mlp.up_proj", "engine"), called("model.layers.0.mlp.up_proj", "megatron")
     ('model.layers.0.mlp.gate_up_proj', 'decoder.layers.0.mlp.linear_fc1')
+
+    Args:
+        name: dotted name of the linear.
+        layout: one of `LAYOUTS`; engine changes the last words of any name.
     """
     renamed = layout == "engine" or name.startswith("model.") or name == "lm_head"
     for pattern, replacement in LAYOUTS[layout] if renamed else ():
@@ -242,12 +246,21 @@ def called(name: str, layout: str) -> str:
 
 
 def reads_memory(which: str) -> bool:
-    """Return True if the library goes through the modules of a model in memory, False if it loads the checkpoint."""
+    """Return True if the library goes through the modules of a model in memory, False if it loads the checkpoint.
+
+    Args:
+        which: the library's list, one of `LISTS`.
+    """
     return not LISTS[which].of_checkpoint
 
 
 def never_quantized(which: str, name: str) -> bool:
-    """Return True if the library of this list never quantizes the linear of a checkpoint, whatever the list says."""
+    """Return True if the library of a list never quantizes a linear, whatever the list says.
+
+    Args:
+        which: the list, one of `LISTS`.
+        name: the linear's name in the checkpoint.
+    """
     built = called(name, LISTS[which].layout)
     return any(matches(always, built, "weight") for always in LISTS[which].always)
 
@@ -284,7 +297,12 @@ def entries_of(which: str, texts: Iterable[str], names: Sequence[str]) -> list[E
 
 
 def in_memory(entry: Entry, names: Mapping[str, str]) -> Entry:
-    """Return an entry with the names in memory of the linears that it matches; `names` has them by the list's names."""
+    """Return an entry whose linears have their names in memory.
+
+    Args:
+        entry: an entry that matched names of the checkpoint.
+        names: {the checkpoint's name: name in memory}; several linears may be one in memory, which counts once.
+    """
     meant = tuple(dict.fromkeys(names[name] for name in entry.meant))
     swept = tuple(dict.fromkeys(names[name] for name in entry.swept if names[name] not in meant))
     return replace(entry, meant=meant, swept=swept)
@@ -308,6 +326,11 @@ def matches(text: str, name: str, rule: str) -> bool:
 
     >>> matches("layers.1", "layers.10.mlp.up_proj", "part"), matches("layers.1", "layers.10.mlp.up_proj", "start")
     (True, False)
+
+    Args:
+        text: the entry.
+        name: dotted name of a linear, in the library's layout.
+        rule: how the library compares the two, see `Reading`.
     """
     pattern = _pattern(text, rule)
     if rule == "end":
@@ -332,9 +355,11 @@ def matches(text: str, name: str, rule: str) -> bool:
 
 
 def fits_none(entry: Entry, names: Iterable[str]) -> bool:
-    """Return True if an entry fits none of the names, even where a later entry of `quant_cfg` overrides it.
+    """Return True if an entry fits no linear.
 
-    No blocks (0 of the first or last) fit any model.
+    Args:
+        entry: the entry with its matches. No blocks (0 of the first or last) fit any model.
+        names: all linears. An entry of `quant_cfg` fits one of them also where a later entry overrides it.
     """
     rule = LISTS[entry.which].rule
     if rule in ("first", "last") and not int(entry.text):
@@ -406,13 +431,15 @@ def _cuts_number(text: str, name: str) -> bool:
 
 
 def suggested(text: str, names: Sequence[str], which: str = "filter_fqns") -> str:
-    """Return an entry of a list that matches the linears that `text` probably meant, or an example of an entry.
-
-    Every entry in the answer matches by the rule of the list's library.
+    """Suggest an entry of a list that matches the linears that `text` probably meant.
 
     >>> names = ["model.layers.3.mlp.up_proj", "model.layers.4.mlp.up_proj", "lm_head"]
     >>> [suggested("layers.3", names, which) for which in ("filter_fqns", "ignore", "ignored_layers")]
     ["'layers.3'", "'re:.*layers.3'", "their names, such as 'model.layers.3.mlp.up_proj'"]
+
+    Returns:
+        What would be right, for a message: the entry in quotes, or names such as one of the model's. Every entry in it
+        matches by the rule of the list's library.
     """
     reading = LISTS[which]
     if reading.rule in ("first", "last"):
@@ -436,7 +463,12 @@ def suggested(text: str, names: Sequence[str], which: str = "filter_fqns") -> st
 
 
 def repaired(entry: Entry, names: Sequence[str]) -> str | None:
-    """Return a text that matches only the whole words of the entry; None if no such text is known."""
+    """Return a text that matches only the whole words of an entry; None if no such text is known.
+
+    Args:
+        entry: an entry that also matches parts of words, such as layers.1 in layers.10.
+        names: all linears.
+    """
     for text in (f"{entry.text}.", f".{entry.text}", f".{entry.text}.", f"{entry.text.rstrip('*')}.*"):
         if _names_matched(entry.which, text, names) == entry.meant:
             return text

@@ -175,7 +175,11 @@ def times_line(diagnosis: Diagnosis) -> str:
 
 
 def totals(diagnosis: Diagnosis) -> list[str]:
-    """Return lines about the diagnosis as a whole, the two most important ones first."""
+    """Return lines about the diagnosis as a whole.
+
+    Returns:
+        The two most important lines first: what everything in low precision costs, and the sum of single values.
+    """
 
     def line_of(cost: PathCost) -> str:
         rise = f"; loss {cost.high:.4f} to {cost.low:.4f}, {loss(cost)}" if cost.high is not None else ""
@@ -206,7 +210,11 @@ def totals(diagnosis: Diagnosis) -> list[str]:
 
 
 def beside(diagnosis: Diagnosis) -> list[str]:
-    """Return a line on the parts outside the plan, the highest ones first; nothing if there are none."""
+    """Return a line on the parts outside the plan, the highest ones first.
+
+    Returns:
+        A list of this line; empty if no such part was measured.
+    """
     rows = sorted(diagnosis.unplanned, key=lambda row: -row.value)
     if not rows:
         return []

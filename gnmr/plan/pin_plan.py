@@ -244,9 +244,11 @@ class PinPlan:
         return [*self.named_recipes(), RECIPES_OF["bf16"]]
 
     def choice(self, gemms: Sequence[str] = GEMMS, pins: Pins | None = None) -> Choice:
-        """Return the cost and savings of `pins` (None: its own) of these GEMMs by the rule of `choose`.
+        """Return the cost and savings of pins by the rule of `choose`. The file's `extra` and `expected` are not read.
 
-        The file's `extra` and `expected` are not read.
+        Args:
+            gemms: the GEMMs whose pins count.
+            pins: the pins; None: those of the plan.
         """
         chosen = {
             (name, gemm): recipe
@@ -257,7 +259,11 @@ class PinPlan:
         return as_choice(chosen, *self._nats_and_times, self.low)
 
     def share_of_all(self, choice: Choice) -> float:
-        """Return the extra time of a choice as a share of the time of all GEMMs of the model."""
+        """Return the extra time of a choice as a share of the time of all GEMMs of the model.
+
+        Args:
+            choice: has its extra time as a share of the time of the GEMMs that a plan may move.
+        """
         prices, times = self._nats_and_times
         all_gemms = time_of_all(times, self.low, self.rest, self.times)
         return choice.extra * time_to_move(prices, times, self.low) / all_gemms
@@ -267,15 +273,25 @@ class PinPlan:
         return self.nats(), self.gemm_times()
 
     def module_of(self, name: str) -> str | None:
-        """Return the one of `modules` that holds an operator; None if the operator is an nn.Linear."""
+        """Return the one of `modules` that holds an operator.
+
+        Returns:
+            The dotted name of the module; None if the operator is an nn.Linear.
+        """
         while name and name not in self.modules:
             name = name.rpartition(".")[0]
         return name or None
 
     def threshold(self, signal: object, options: Mapping[str, Any]) -> dict[str, float]:
-        """Return the option `threshold` for a controller beyond the pins, or an empty dict.
+        """Return the option `threshold` for a controller beyond the pins.
 
-        It is the plan's trigger if the signal is one of prices (`IN_NATS`) and `options` have no threshold.
+        Args:
+            signal: the controller's signal, by name or as an object.
+            options: the controller's other options.
+
+        Returns:
+            {"threshold": the plan's trigger in nats} if the signal is one of prices (`IN_NATS`) and the options have
+            neither a threshold nor other evidence, else an empty dict.
         """
         trigger = self.triggers.get("price")
         of_price = signal in IN_NATS and options.get("evidence", "price") == "price"
@@ -303,7 +319,15 @@ class PinPlan:
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     def refuse_other(self, where: object, operators: Shapes) -> None:
-        """Raise UserError if a model of these operators is not the plan's model. `where` names the plan."""
+        """Refuse a model that is not the plan's.
+
+        Args:
+            where: name of the plan in the message.
+            operators: {name: (in_features, out_features)} of the model.
+
+        Raises:
+            UserError: an operator is missing, new, or of another shape, or a pin names several operators.
+        """
         planned, present = _bare(self.operators), _bare(operators)
         for name in (*planned, *present):
             if planned.get(name) == present.get(name):
@@ -326,7 +350,8 @@ class PinPlan:
 def read_plan(path: str | PathLike[str]) -> PinPlan:
     """Return the plan in a file, or in `PLAN_FILE` of a folder.
 
-    Raises UserError, one line that names file and key, if it is not a valid plan.
+    Raises:
+        UserError: it is not a valid plan; the line names file and key.
     """
     try:
         file = Path(path).expanduser().resolve()

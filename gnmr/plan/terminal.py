@@ -28,7 +28,12 @@ _MOST = 12
 
 
 def story(diagnosis: Diagnosis, width: int) -> Iterator[RenderableType]:
-    """Yield the heat map, then the GEMMs that matter beside what the plan and the usual rules leave."""
+    """Yield the heat map, then the GEMMs that matter beside what the plan and the usual rules leave.
+
+    Args:
+        diagnosis: what is told.
+        width: columns of the terminal, which says how many layers share a cell, and whether tables stand side by side.
+    """
     view, choices = View(diagnosis), choice_rows(diagnosis)
     yield from _heat_map(view, width)
     tables = [_top_table(view, width)]
