@@ -23,7 +23,7 @@ from gnmr.errors import UserError
 from gnmr.formats import Recipe
 from gnmr.lab.report.comparisons import compare
 from gnmr.lab.report.recorded_run import load
-from gnmr.lab.report.units import thresholds, trigger
+from gnmr.lab.report.units import thresholds
 
 
 def net() -> nn.Sequential:
@@ -305,7 +305,7 @@ def test_a_trigger_that_the_loop_found_is_in_its_records(tmp_path):
     assert json.loads(header.read_text())["calibrated"] == {"after_step": 6, "trigger": found}
     controller.detach()
     run = load(folder).check()
-    assert trigger(run) == found and thresholds(compare([run])[0].arms[0], run)["gnmr"] == [(7, 1.5 * found)]
+    assert run.trigger == (found, 7) and thresholds(compare([run])[0].arms[0], run)["gnmr"] == [(7, 1.5 * found)]
 
     header_before = json.loads(header.read_text())
     again = gnmr.attach(model, targets=["?"], max_o=2, record=folder)

@@ -201,16 +201,17 @@ def test_units_are_ordered_by_their_price_else_their_risk() -> None:
 
 
 def test_thresholds_of_two_stages(tmp_path: Path) -> None:
-    settings = {"controller.alpha": 2.0, "controller.alpha_init": 4.0, "controller.init_frac": 0.1}
+    """The first of them takes 2.5% of the 60 steps."""
+    settings = {"controller.alpha": 2.0, "controller.alpha_init": 4.0}
     run = fake_run(tmp_path / "run", settings=settings | {"controller.trigger": 1.5})
     (comparison,) = compare([run])
-    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}
+    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (3, 3.0)]}
     run.header["calibrated"] = {"after_step": 100, "trigger": 2.5}
     assert thresholds(comparison.arms[0], run) == {"gnmr": [(101, 5.0)]}, "its own trigger, from the step behind"
     run.header["calibrated"] = {"after_step": "1", "trigger": 2.0}
-    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}, "damaged"
+    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (3, 3.0)]}, "damaged"
     run.settings["fork.heal"] = 40  # stages are shares of the steps before it heals
-    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (7, 3.0)]}
+    assert thresholds(comparison.arms[0], run) == {"gnmr": [(1, 6.0), (3, 3.0)]}
 
 
 def limit_of(folder: Path, risk_SU: np.ndarray, active: int, **settings: object) -> tuple[float, str]:

@@ -11,9 +11,8 @@ from recorded import fake_run, unit_matrices
 
 from gnmr.errors import UserError
 from gnmr.lab.report.comparisons import compare
-from gnmr.lab.report.detection import detect
+from gnmr.lab.report.detection import Detection, detect, fault_table
 from gnmr.lab.report.recorded_run import UnitMatrices
-from gnmr.lab.report.table import fault_table
 from gnmr.records.reader import FaultWindow, read_windows
 
 WINDOWS = [FaultWindow("a", 3, 5), FaultWindow("b", 7, 7)]
@@ -31,31 +30,27 @@ def test_figures_by_hand() -> None:
     """a is flagged in its window and in the step of grace, once after it; b once before its window, never in it."""
     made = flagged(("a", 4), ("a", 6), ("a", 9), ("b", 2))
     made.risk_SU[0, 1] = math.nan  # not observed: no unit-step
-    found = detect(made, WINDOWS)
-    assert found.delays == (1, None)
-    assert (found.detected, found.recall, found.delay) == (1, 0.5, 1.0)
-    assert (found.flagged, found.flagged_inside, found.precision) == (4, 2, 0.5)
-    assert found.unit_steps_outside == 20 - 4 - 2 - 1
-    assert found.false_alarms == pytest.approx(1000 * 2 / 13)
+    observed_outside = 20 - 4 - 2 - 1
+    false_alarms = pytest.approx(1000 * 2 / observed_outside)
+    assert detect(made, WINDOWS) == Detection(2, 1 / 2, precision=2 / 4, delay=1.0, false_alarms=false_alarms)
 
 
 def test_over_means_over_the_trigger_and_inf_is_over() -> None:
-    assert detect(flagged(("a", 3), risk=1.0), WINDOWS).flagged == 0
-    assert detect(flagged(("a", 3), risk=2.0), WINDOWS, trigger=2.0).flagged == 0
-    assert detect(flagged(("a", 3), risk=math.inf), WINDOWS, trigger=100.0).delays == (0, None)
+    assert detect(flagged(("a", 3), risk=1.0), WINDOWS).precision is None
+    assert detect(flagged(("a", 3), risk=2.0), WINDOWS, trigger=2.0).precision is None
+    assert detect(flagged(("a", 3), risk=math.inf), WINDOWS, trigger=100.0)[1:4] == (0.5, 1.0, 0.0)
 
 
 def test_a_window_that_has_not_begun_is_left_out_and_an_unseen_unit_is_missed() -> None:
-    found = detect(flagged(("a", 10)), [FaultWindow("a", 11, 20), FaultWindow("c", 2, 3), FaultWindow("a", 10, 30)])
-    assert [window.start for window in found.windows] == [2, 10]
-    assert found.delays == (None, 0)
+    windows = [FaultWindow("a", 11, 20), FaultWindow("c", 2, 3), FaultWindow("a", 10, 30)]
+    assert detect(flagged(("a", 10)), windows)[:4] == (2, 0.5, 1.0, 0.0)
 
 
 def test_steps_that_are_recorded_now_and_then() -> None:
     """Recorded are 5, 10, 15: the flag at 10 is the first that can be seen of a window from 7."""
     risk_SU = np.array([[0.5], [1.5], [1.5]])
-    found = detect(unit_matrices(3, ["a"], risk_SU, every=5), [FaultWindow("a", 7, 12)])
-    assert (found.delays, found.flagged_inside, found.precision) == ((3,), 1, 0.5)
+    units = unit_matrices(3, ["a"], risk_SU, every=5)
+    assert detect(units, [FaultWindow("a", 7, 12)])[:4] == (1, 1.0, 0.5, 3.0)
 
 
 def test_windows_of_a_run_folder(tmp_path: Path) -> None:

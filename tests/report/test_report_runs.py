@@ -38,14 +38,18 @@ def test_a_path_without_runs_is_one_line(tmp_path: Path, name: str, says: str) -
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("more", ["", "a_key_of_the_future: 1\n"])
-def test_identity_is_the_configs_or_that_of_the_folders_name(write_run: Write, tmp_path: Path, more: str) -> None:
+@pytest.mark.parametrize("missing", ["header.json", "the folder's name"])
+def test_identity_is_the_headers_or_that_of_the_folders_name(write_run: Write, tmp_path: Path, missing: str) -> None:
+    """A key of another version changes nothing about it."""
     folder = write_run(arm="int4_int8", seed=7)
     with (folder / "config.yaml").open("a") as file:
-        file.write(more)
-    run = load(folder if more else folder.rename(tmp_path / "any-name"))
+        file.write("a_key_of_the_future: 1\n")
+    if missing == "header.json":
+        (folder / missing).unlink()
+    run = load(folder if missing == "header.json" else folder.rename(tmp_path / "any-name"))
     assert (run.arm, run.seed, run.experiment, run.scale) == ("int4_int8-gnmr", 7, "stress", "cpu")
-    assert folder.name == f"{run.arm}-{run.hash}-s7" and run.settings["precision.low"] == "int4"
+    assert run.settings["precision.low"] == "int4"
+    assert missing != "header.json" or folder.name == f"{run.arm}-{run.hash}-s7"
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted", "running"])

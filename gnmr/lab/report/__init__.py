@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -16,12 +13,12 @@ from gnmr.errors import UserError, plural, printable, writing
 from gnmr.lab.report.comparisons import compare, refuse_rivals
 from gnmr.lab.report.headline import headline
 from gnmr.lab.report.html_page import render_page
-from gnmr.lab.report.layout import Table, as_markdown
+from gnmr.lab.report.layout import as_markdown
 from gnmr.lab.report.recorded_run import Run, load
 from gnmr.lab.report.table import arm_tables, run_table
 from gnmr.records import output
 from gnmr.records.find import find_runs
-from gnmr.records.untrusted import Damaged, first_line, text
+from gnmr.records.untrusted import first_line, text
 
 
 def report(
@@ -50,38 +47,30 @@ def report(
     folder = root / "report" if out is None else out
     page = folder / "report.html" if html is None else html
     _check_places(folder, page, default_folder=out is None)
-    left_out: dict[Path, str] = {}
-
-    # A damaged run is left out with a warning, and the report is about the others.
-    def read(place: Path, read_run: Callable[[], Any]) -> Any:
+    runs, left_out = list[Run](), list[str]()
+    for place in find_runs(paths):
+        # A damaged run is left out with a warning, and the report is about the others.
         try:
-            return read_run()
+            run = load(place).check()
+            run.units()  # large, so that it is not kept
+            runs.append(run)
         except UserError as error:
-            left_out[place] = why = text(first_line(error).removeprefix(f"{place}/").removeprefix(f"{place}: "))
-            warnings.warn(printable(f"{place} left out: {why}"), stacklevel=3)
-
-    def make(runs: list[Run]) -> tuple[list[tuple[str, str]], list[Table], str]:
-        if not runs:
-            raise UserError("; ".join(f"{place}: {why}" for place, why in left_out.items()))
-        comparisons = compare(runs)
-        if strict:
-            refuse_rivals(comparisons)
-        sentences = [(comparison.name, headline(comparison).sentence) for comparison in comparisons]
-        return sentences, arm_tables(comparisons), render_page(comparisons, runs, page.parent)
-
-    places = find_runs(paths)
-    runs = [run for place in places if (run := read(place, partial(_load_checked, place))) is not None]
-    try:
-        sentences, tables, html_text = make(runs)
-    except Damaged:  # units.arrows, which is large, is read only for the tables and the maps
-        runs = [run for run in runs if read(run.folder, run.units) is not None]
-        sentences, tables, html_text = make(runs)
-    tables.append(run_table(runs, root))
+            why = text(first_line(error).removeprefix(f"{place}/").removeprefix(f"{place}: "))
+            left_out.append(f"{place}: {why}")
+            warnings.warn(printable(f"{place} left out: {why}"), stacklevel=2)
+    if not runs:
+        raise UserError("; ".join(left_out))
+    comparisons = compare(runs)
+    if strict:
+        refuse_rivals(comparisons)
+    sentences = [(comparison.name, headline(comparison).sentence) for comparison in comparisons]
+    tables = [*arm_tables(comparisons), run_table(runs, root)]
+    html_text = render_page(comparisons, runs, page.parent)
     try:  # before the tables are printed: whoever reads them may have left
         for place in (page.parent, folder):
             with writing(place):
                 place.mkdir(parents=True, exist_ok=True)
-        losses = [as_markdown(f"Left out: {place}: {why}") + "\n" for place, why in left_out.items()]
+        losses = [as_markdown(f"Left out: {line}") + "\n" for line in left_out]
         leads = [f"**{as_markdown(name)}.** {as_markdown(sentence)}\n" for name, sentence in sentences]
         sections = ["# Report\n", *leads, *(table.markdown() for table in tables), *losses]
         output.write_text(folder / "report.md", "\n".join(sections))
@@ -111,10 +100,6 @@ def _check_places(folder: Path, page: Path, *, default_folder: bool) -> None:
     for file in (page, folder / "report.md"):
         if file.parent.is_dir():
             output.check(file)
-
-
-def _load_checked(place: Path) -> Run:
-    return load(place).check()
 
 
 def _common(paths: list[Path]) -> Path:

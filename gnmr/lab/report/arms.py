@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from gnmr.lab.report.recorded_run import Run
@@ -33,10 +34,6 @@ class Arm:
         """Return a setting; the runs differ in nothing but the seed."""
         return self.settings.get(key, default)
 
-    def with_status(self, *statuses: str) -> list[Run]:
-        """Return the runs with one of these `Run.status`."""
-        return [run for run in self.runs if run.status in statuses]
-
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of its first run."""
@@ -45,7 +42,7 @@ class Arm:
     @property
     def done(self) -> list[Run]:
         """Runs that reached their end."""
-        return self.with_status("done")
+        return [run for run in self.runs if run.status == "done"]
 
     @property
     def first(self) -> Run:
@@ -64,11 +61,11 @@ class Arm:
         A run diverged if it failed for a reason of `_DIVERGED`, or if its final loss is not finite.
         """
         losses = {}
-        for run in self.with_status("done", "failed"):
-            if run.status == "failed":
-                if _DIVERGED.search(run.reason or ""):
-                    losses[run.seed] = math.inf
-            elif (loss := run.final("val_loss")) is not None:
+        for run in self.runs:
+            loss = run.final("val_loss") if run.status == "done" else None
+            if run.status == "failed" and _DIVERGED.search(run.reason or ""):
+                loss = math.inf
+            if loss is not None:
                 losses[run.seed] = float(loss) if math.isfinite(loss) else math.inf
         return losses
 
@@ -151,17 +148,13 @@ class Arm:
         changed = self.get("optim.transform.name") or self.get("optim.clip_norm")
         return self.get("optim.name", "adamw") == "adamw" and not changed
 
-    def stat(self, field: str) -> Stat | None:
-        """Return mean and spread of a field of the summary over the done seeds."""
-        return stat(run.summary.get(field) for run in self.done)
-
     def final(self, field: str) -> Stat | None:
         """Return mean and spread of `Run.final` over the done seeds."""
         return stat(run.final(field) for run in self.done)
 
     def mean(self, field: str) -> float | None:
         """Return the mean of a field of the summary over the done seeds; None if no run has it."""
-        values = self.stat(field)
+        values = stat(run.summary.get(field) for run in self.done)
         return None if values is None else values.mean
 
     @property
@@ -249,17 +242,13 @@ def distinct_parts(labels: Sequence[str]) -> list[str]:
     words = [label.split() for label in labels]
     of_several_words = [set(label) for label in words if len(label) > 1]
     common = set.intersection(*of_several_words) if len(of_several_words) > 1 else set()
-    differing = [[word for word in label if word not in common] for label in words]
+    differing = [[word for word in label if word not in common] or [""] for label in words]
     # The leading hyphenated parts that all first words share, the last part aside.
-    heads = [label[0].split("-")[:-1] for label in differing if label and "-" in label[0]]
-    shared = 0
-    while len(heads) > 1 and all(len(head) > shared and head[shared] == heads[0][shared] for head in heads):
-        shared += 1
+    heads = [first.split("-")[:-1] for first, *_ in differing if "-" in first]
+    levels = zip(*heads, strict=False) if len(heads) > 1 else ()
+    shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, levels)))
     short = []
-    for label in differing:
-        first, *more = label or [""]
-        parts_of_first = first.split("-")
-        short.append(
-            " ".join(["-".join(parts_of_first[shared:] if len(parts_of_first) > 1 else parts_of_first), *more])
-        )
+    for first, *more in differing:
+        rest_of_first = "-".join(first.split("-")[shared:]) if "-" in first else first
+        short.append(" ".join([rest_of_first, *more]))
     return short if all(short) and len(set(short)) == len(set(labels)) else list(labels)

@@ -1,54 +1,30 @@
-"""Detection of injected faults: flagged unit-steps against the windows of faults.jsonl."""
+"""Detection of injected faults: flagged unit-steps against the windows of faults.jsonl, and the table of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-from gnmr.lab.report.recorded_run import Run, UnitMatrices
-from gnmr.records.reader import FaultWindow, calibrated_trigger
+from gnmr.lab.report.comparisons import Comparison
+from gnmr.lab.report.layout import Table, measure
+from gnmr.lab.report.recorded_run import UnitMatrices
+from gnmr.lab.report.statistics import stat
+from gnmr.records.reader import FaultWindow
 
 GRACE = 1  # steps after a window in which a flag still counts as its detection
 
 
-@dataclass(frozen=True)
-class Detection:
-    """How one run's signal detected its fault windows. A share of zero events is None."""
+class Detection(NamedTuple):
+    """How one run's signal detected its fault windows. A figure over nothing is None."""
 
-    windows: tuple[FaultWindow, ...]
-    delays: tuple[int | None, ...]  # per window: first flagged step minus the window's first; None where it was missed
-    flagged: int  # unit-steps over the trigger
-    flagged_inside: int
-    unit_steps_outside: int  # observed unit-steps outside every window
-
-    @property
-    def detected(self) -> int:
-        return sum(delay is not None for delay in self.delays)
-
-    @property
-    def precision(self) -> float | None:
-        """Flagged unit-steps inside a window over all flagged ones."""
-        return self.flagged_inside / self.flagged if self.flagged else None
-
-    @property
-    def recall(self) -> float | None:
-        """Detected windows over all windows."""
-        return self.detected / len(self.windows) if self.windows else None
-
-    @property
-    def delay(self) -> float | None:
-        """Median over the detected windows, in steps."""
-        delays = [delay for delay in self.delays if delay is not None]
-        return float(median(delays)) if delays else None
-
-    @property
-    def false_alarms(self) -> float | None:
-        """Flagged unit-steps per 1,000 observed ones, both outside every window."""
-        outside = self.unit_steps_outside
-        return 1000 * (self.flagged - self.flagged_inside) / outside if outside else None
+    windows: int  # that began before the last recorded step
+    recall: float | None  # detected windows over all windows
+    precision: float | None  # flagged unit-steps inside a window over all flagged ones
+    delay: float | None  # steps from the start of a window to its first flag, median over the detected windows
+    false_alarms: float | None  # flagged unit-steps per 1,000 observed ones, both outside every window
 
 
 def detect(matrices: UnitMatrices, windows: Iterable[FaultWindow], trigger: float = 1.0) -> Detection:
@@ -59,32 +35,52 @@ def detect(matrices: UnitMatrices, windows: Iterable[FaultWindow], trigger: floa
     counts nowhere.
 
     Args:
-        matrices: the run's units, (S, U) each.
+        matrices: the run's units, (S, U) each, of at least one step.
         windows: the injected faults.
         trigger: the risk above which a unit-step is flagged.
     """
-    steps, risk_SU = matrices.steps, matrices.risk_SU
-    place = {unit: [number] for number, unit in enumerate(matrices.units)}  # as columns: one, or none
-    begun = tuple(window for window in windows if len(steps) and window.start <= steps[-1])
-    flagged_SU, inside_SU = risk_SU > trigger, np.zeros(risk_SU.shape, bool)
-    delays: list[int | None] = []
+    steps, flagged_SU = matrices.steps, matrices.risk_SU > trigger
+    inside_SU = np.zeros_like(flagged_SU)
+    column = {unit: [number] for number, unit in enumerate(matrices.units)}  # as columns: one, or none
+    begun = [window for window in windows if window.start <= steps[-1]]
+    delays: list[int] = []
     for window in begun:
-        unit = place.get(window.unit, [])
         # Recorded steps within the window; a flag in any of them detects it.
-        rows = slice(*np.searchsorted(steps, (window.start, window.end + GRACE + 1)))
-        hits = steps[rows][flagged_SU[rows, unit].any(axis=1)]
-        delays.append(int(hits[0]) - window.start if len(hits) else None)
+        rows, unit = slice(*np.searchsorted(steps, (window.start, window.end + GRACE + 1))), column.get(window.unit, [])
         inside_SU[rows, unit] = True
+        flagged_steps = steps[rows][flagged_SU[rows, unit].any(axis=1)]
+        delays += [int(step) - window.start for step in flagged_steps[:1]]
+    flagged, flagged_inside = int(flagged_SU.sum()), int((flagged_SU & inside_SU).sum())
+    outside = int((~np.isnan(matrices.risk_SU) & ~inside_SU).sum())
     return Detection(
-        windows=begun,
-        delays=tuple(delays),
-        flagged=int(flagged_SU.sum()),
-        flagged_inside=int((flagged_SU & inside_SU).sum()),
-        unit_steps_outside=int((~np.isnan(risk_SU) & ~inside_SU).sum()),
+        windows=len(begun),
+        recall=len(delays) / len(begun) if begun else None,
+        precision=flagged_inside / flagged if flagged else None,
+        delay=float(median(delays)) if delays else None,
+        false_alarms=1000 * (flagged - flagged_inside) / outside if outside else None,
     )
 
 
-def trigger(run: Run) -> float:
-    """Return the factor of all thresholds; a loop that calibrated it itself has it in its header."""
-    calibrated = calibrated_trigger(run.header)
-    return calibrated[1] if calibrated is not None else float(run.settings.get("controller.trigger") or 1.0)
+def fault_table(comparison: Comparison) -> Table:
+    """Return how the arms' signals detected the injected faults: precision, recall, delay and false alarms.
+
+    They are the mean ± sample standard deviation over the seeds. Without injected faults the table is empty.
+    """
+    columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
+    table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
+    for arm in comparison.arms:
+        # Detection is judged by the risks, which a run without rows of units does not have.
+        units_of_runs = ((run, run.units()) for run in arm.runs if run.windows)
+        detections = [detect(units, run.windows, run.trigger[0]) for run, units in units_of_runs if len(units.steps)]
+        if detections:
+            windows, recalls, precisions, delays, false_alarms = zip(*detections, strict=True)
+            in_percent = [stat(share and 100 * share for share in shares) for shares in (recalls, precisions)]
+            cells = [measure(share, 1, "%") for share in in_percent]
+            cells += [measure(stat(delays), 1), measure(stat(false_alarms), 2)]
+            table.rows.append([arm.label, str(len(detections)), str(sum(windows)), *cells])
+    table.notes = [
+        "A window is detected if its unit's risk exceeds the trigger between its first step and the step after its "
+        "last. Precision: the share of (unit, step) pairs over the trigger that lie in a window. False alarms: pairs "
+        "over the trigger outside all windows, per 1,000 such pairs. Delay: the median."
+    ]
+    return table

@@ -5,18 +5,27 @@ Nothing here needs a run to be whole. A run that is in progress, was killed or f
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gnmr.lab import config
-from gnmr.records.reader import MAX_UNITS, check_rows, check_units, read_json, read_jsonl, read_units
+from gnmr.records.reader import (
+    MAX_UNITS,
+    FaultWindow,
+    calibrated_trigger,
+    check_rows,
+    check_units,
+    read_json,
+    read_jsonl,
+    read_units,
+    read_windows,
+)
 from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, unit_schema
 from gnmr.records.summary import summarize
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
@@ -75,6 +84,11 @@ class Run:
         return read_jsonl(self.folder / "events.jsonl")
 
     @cached_property
+    def windows(self) -> list[FaultWindow]:
+        """The windows of injected faults."""
+        return read_windows(self.folder)
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         """Return `SUMMARY_FIELDS`: the fields of summary.json; missing ones are counted from the rows."""
         written = {key: value for key, value in _summary(self.folder).items() if value is not None}
@@ -90,7 +104,7 @@ class Run:
     def check(self) -> Run:
         """Itself, with everything read that a table shows but for the per-unit rows; `Damaged` where that cannot be."""
         with reading(self.folder):
-            _ = self.steps, self.evals, self.summary, self.events
+            _ = self.steps, self.evals, self.summary, self.events, self.windows
             check_rows(self.folder, self.steps["step"].tolist(), self.planned_steps)
         return self
 
@@ -123,6 +137,13 @@ class Run:
         """Of an optimizer step; None where the settings do not say."""
         sizes = [self.settings.get(key) for key in _OF_A_STEP]
         return None if None in sizes else int(np.prod(np.array(sizes)))
+
+    @property
+    def trigger(self) -> tuple[float, int]:
+        """The factor of all thresholds and its first step; a loop that calibrated it itself has both in its header."""
+        if (calibrated := calibrated_trigger(self.header)) is not None:
+            return calibrated[1], calibrated[0] + 1
+        return float(self.settings.get("controller.trigger") or 1.0), 1
 
     @property
     def data(self) -> dict[str, Any]:
@@ -183,7 +204,7 @@ class Run:
 def load(folder: Path) -> Run:
     """Return a run, checked and without its rows, which are read when they are first asked for.
 
-    A config of another version of this project, which no longer passes its checks, is taken as it is written.
+    The config is taken as it is written, whatever version of this project wrote it.
 
     Args:
         folder: the run folder.
@@ -191,49 +212,26 @@ def load(folder: Path) -> Run:
     Raises:
         UserError: a file is not valid (`gnmr.records.untrusted`).
     """
-    tree = config.read_tree(folder / "config.yaml")
-    header = _header(folder / "header.json")
+    path = folder / "config.yaml"
+    flat, header = config.flatten(config.read_tree(path)), _header(folder / "header.json")
+    settings = config.decisive({"controller.hold": 1} | flat)  # a loop of one's own does not write its hold
     name = _FOLDER_NAME.fullmatch(folder.name)
-    try:
-        parsed = _parsed(tree)
-        settings = config.identity(parsed)
-        arm, digest, seed = parsed.arm_name, config.config_hash(parsed), parsed.training.seed
-    except ValueError:
-        with reading(folder / "config.yaml"):
-            flat = {"controller.hold": 1} | config.flatten(tree)
-            settings = config.decisive(flat)
-            arm = str(header.get("arm") or (name["arm"] if name else folder.name))
-            recorded_seed = header.get("seed") or (name["seed"] if name else 0)
-            seed = int(recorded_seed if flat.get("training.seed") is None else flat["training.seed"])
-            digest = name["hash"] if name else config.hash_of(settings)
-    # The report computes with these, so they have to be numbers whatever version wrote them.
-    with reading(folder / "config.yaml"):
+    named = name.groupdict() if name else {}
+    with reading(path):
+        seeds = flat.get("training.seed"), header.get("seed"), named.get("seed"), 0
+        seed = int(next(seed for seed in seeds if seed is not None))
+        # The report computes with these, so they have to be numbers whatever version wrote them.
         for key in _SIZES:
             if not isinstance(settings.get(key), int | None):
                 raise ValueError(f"{key}={settings[key]!r:.40}: must be a whole number")
+    arm = header.get("arm") or named.get("arm") or folder.name
+    digest = named.get("hash") or config.hash_of(settings)
     experiment = settings.get("experiment_name") or header.get("experiment") or "custom"
     scale = settings.get("scale_name") or header.get("scale") or "custom"
     settings = {key: text(value) if isinstance(value, str) else value for key, value in settings.items()}
     if (base := settings.get("base")) is not None and _base_digest(header):
         settings["base"] = Path(str(base)).name  # wherever it lies: its checksum tells it from others
     return Run(folder, settings, header, text(experiment), text(scale), text(arm), digest, seed, *_status(folder))
-
-
-def _parsed(tree: dict[str, Any]) -> config.Config:
-    """The runs of an arm differ in their seed; the rest, most of the time that a report takes, is checked once."""
-    if tree.get("own_loop"):
-        raise ValueError("a loop of its own has another config")
-    training: Any = tree.get("training")
-    seed = training.get("seed") if isinstance(training, dict) else None
-    if type(seed) is not int or tree.get("base"):  # a fork's base is checked
-        return config.load_saved(tree)
-    arm = _of_arm(json.dumps(tree | {"training": training | {"seed": 0}}, default=str))
-    return replace(arm, training=replace(arm.training, seed=seed))
-
-
-@lru_cache(maxsize=512)
-def _of_arm(tree: str) -> config.Config:
-    return config.load_saved(json.loads(tree))
 
 
 _OF_A_STEP = ("training.seq_len", "training.batch_size", "training.accumulation")

@@ -1,4 +1,4 @@
-"""The tables of a report: the arms with their losses, tests and spend, the injected faults, and the runs."""
+"""The tables of a report: the arms with their losses, tests and spend, and the runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from gnmr.errors import printable
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison, short
-from gnmr.lab.report.detection import Detection, detect, trigger
+from gnmr.lab.report.detection import fault_table
 from gnmr.lab.report.layout import (
     NOTHING,
     Table,
@@ -23,7 +23,6 @@ from gnmr.lab.report.layout import (
 )
 from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.statistics import Result, p_text, stat
-from gnmr.records.reader import read_windows
 
 _OPTIONAL = (
     "diff. [95% CI]",
@@ -50,34 +49,6 @@ def arm_table(comparison: Comparison) -> Table:
     rows = [_row(comparison, arm) for arm in comparison.arms]
     table = Table(comparison.name, ["arm", "seeds", "val loss", *_OPTIONAL], rows).without_empty(_OPTIONAL)
     table.notes, table.warnings = _notes(comparison, table.columns), _warnings(comparison)
-    return table
-
-
-def fault_table(comparison: Comparison) -> Table:
-    """Return how the arms' signals detected the injected faults: precision, recall, delay and false alarms.
-
-    They are the mean ± sample standard deviation over the seeds. Without injected faults the table is empty.
-    """
-    columns = ["recall", "precision", "delay\n[steps]", "false alarms\nper 1,000"]
-    table = Table(f"{comparison.name}: injected faults", ["arm", "seeds", "windows", *columns])
-    for arm in comparison.arms:
-        detections: list[Detection] = []
-        for run in arm.runs:
-            # Detection is judged by the risks, which a run without rows of units does not have.
-            if (windows := read_windows(run.folder)) and len((matrices := run.units()).steps):
-                detections.append(detect(matrices, windows, trigger(run)))
-        if detections:
-            shares = [[detection.recall for detection in detections], [detection.precision for detection in detections]]
-            in_percent = [stat(share and 100 * share for share in shares_of_runs) for shares_of_runs in shares]
-            delay, alarms = stat(d.delay for d in detections), stat(d.false_alarms for d in detections)
-            numbers = [len(detections), sum(len(detection.windows) for detection in detections)]
-            cells = [measure(share, 1, "%") for share in in_percent] + [measure(delay, 1), measure(alarms, 2)]
-            table.rows.append([arm.label, *map(str, numbers), *cells])
-    table.notes = [
-        "A window is detected if its unit's risk exceeds the trigger between its first step and the step after its "
-        "last. Precision: the share of (unit, step) pairs over the trigger that lie in a window. False alarms: pairs "
-        "over the trigger outside all windows, per 1,000 such pairs. Delay: the median."
-    ]
     return table
 
 
@@ -194,7 +165,7 @@ def _state(comparison: Comparison, arm: Arm) -> str:
     """Return the arm's unfinished, failed, missing and repeated runs."""
     texts = []
     for status in ("failed", "interrupted", "running"):
-        if runs := arm.with_status(status):
+        if runs := [run for run in arm.runs if run.status == status]:
             word = "unfinished" if status == "running" else status
             texts.append(f"{len(runs)} {word}: {'; '.join(map(_ending, runs))}")
     if missing := [seed for seed in comparison.seeds if seed not in arm.seeds]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from gnmr.lab.config.controller import INIT_FRAC
 from gnmr.lab.report.arms import Arm
-from gnmr.lab.report.detection import trigger
 from gnmr.lab.report.recorded_run import Run, UnitMatrices
-from gnmr.records.reader import calibrated_trigger, read_windows
 
 COLUMNS = 800  # about the pixels that the map has
 _MOST_VERDICTS = 1000
@@ -70,7 +69,7 @@ def unit_map(arm: Arm, run: Run, matrices: UnitMatrices) -> dict[str, Any]:
         "thresholds": thresholds(arm, run),
         "faults": [
             vars(window) | {"unit": place[window.unit]}
-            for window in read_windows(run.folder)
+            for window in run.windows
             if window.unit in place and window.start <= last
         ],
         "width": width,
@@ -107,8 +106,8 @@ def limit(arm: Arm, run: Run, matrices: UnitMatrices) -> tuple[float, str]:
     exceed as were on the recovery path.
     """
     if not arm.ranked:
-        calibrated = calibrated_trigger(run.header)
-        return trigger(run), "trigger" if calibrated is None else f"trigger, from step {calibrated[0] + 1} on"
+        trigger, first_step = run.trigger
+        return trigger, "trigger" if first_step == 1 else f"trigger, from step {first_step} on"
     positive = matrices.risk_SU[matrices.risk_SU > 0]  # a fixed set has risks of 0 and 1, an unobserved unit none
     room = np.mean(matrices.active_SU) * matrices.active_SU.size / max(len(positive), 1)
     cut = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0
@@ -134,22 +133,20 @@ def thresholds(arm: Arm, run: Run) -> dict[str, list[tuple[int, float]]]:
 
     They are multiplied by the trigger and hold from its first step on. A ranking, or another signal, has none.
     """
-    get = run.settings.get
+    get, (trigger, first_step) = run.settings.get, run.trigger
     if arm.ranked or arm.signal != "gnmr_delta":
         return {}
     levels: dict[str, list[tuple[int, float]]] = {}
-    until = round(float(get("controller.init_frac") or 0) * float(get("training.steps") or run.last_step))
-    first_step = (calibrated_trigger(run.header) or (0, 1.0))[0] + 1
-    for name, key in (("gnmr", "controller.alpha"), ("delta_gnmr", "controller.beta")):
-        level, first = get(key), get(f"{key}_init")
+    for column, key in (("gnmr", "controller.alpha"), ("delta_gnmr", "controller.beta")):
+        level, first_level = get(key), get(f"{key}_init")
+        until = round(INIT_FRAC * float(get("training.steps") or run.last_step))
         if (main := get(f"{key}.main")) is not None:  # two stages of a loop of the user's own
-            level, first, until = main, get(f"{key}.init"), int(get(f"{key}.init_steps") or 0)
-        if level is None:
-            continue
-        # The initial threshold holds up to step `until`, and none holds before there is a trigger.
-        stages = [(1, level)] if first is None else [(1, first), (until + 1, level)]
-        stages = [(max(since, first_step), level) for since, level in stages]
-        levels[name] = [(since, trigger(run) * float(level)) for since, level in dict(stages).items()]
+            level, first_level, until = main, get(f"{key}.init"), int(get(f"{key}.init_steps") or 0)
+        if level is not None:
+            # The initial threshold holds up to step `until`, and none holds before there is a trigger.
+            stages = [(1, level)] if first_level is None else [(1, first_level), (until + 1, level)]
+            stages = [(max(since, first_step), trigger * float(level)) for since, level in stages]
+            levels[column] = list(dict(stages).items())
     return levels
 
 
