@@ -291,6 +291,20 @@ def test_the_cost_of_what_cannot_be_said_is_in_the_first_lines() -> None:
     assert "NOT in it: 2 pins" in text and "extra GEMM time 0.0%" in text
 
 
+def test_linears_that_their_widths_keep_off_the_low_recipe_are_named_with_their_time() -> None:
+    """By hand: of torchao's recipes 352 allows MXFP8, half as fast as NVFP4, and 40 none but 16 bits, a quarter."""
+    square, wide, odd = "layers.0.self_attn.o_proj", "layers.0.mlp.up_proj", "layers.1.mlp.up_proj"
+    whole = dict.fromkeys(GEMMS, "mxfp8")
+    for name, width, recipe, times in ((wide, 352, "mxfp8", 2), (odd, 40, "bf16", 4)):
+        plan = planned({square: whole}, {square: (128, 128), name: (128, width)})
+        (line,) = (note for note in export(plan, "torchao").notes if note.startswith("NOT on"))
+        assert line.startswith(f"NOT on nvfp4: 1 linear whose widths it does not take here ({name} 128 -> {width}); ")
+        assert line.endswith(f" they run on {recipe}, at {times} times their GEMM time on nvfp4")
+    assert not any(note.startswith("NOT on") for note in export(planned({}, {wide: (128, 352)}), "te").notes)
+    with pytest.raises(UserError, match=r"nothing like low=nvfp4 for these operators \(128 -> 40\): "):
+        export(planned({}, {odd: (128, 40)}), "torchao")
+
+
 def test_extra_time_is_that_of_what_the_plan_may_move_and_that_of_all_beside_it() -> None:
     """By hand: two operators of 100 multiplications take 200 in fprop, and with 50 of other GEMMs in 16 bits
     3 * (200 + 4 * 50) in all; one GEMM on mxfp8 takes 100 more, an operator in 16 bits 900 more."""
@@ -764,7 +778,10 @@ def test_the_command_writes_all_or_nothing(tmp_path: Path, capsys: pytest.Captur
     assert main(["export", str(tmp_path), f"out={out}"]) == 0
     names = {path.name for path in out.iterdir()}
     assert names == {name for target in TARGETS for name in export(planned(PINS[1]), target).files}
-    assert "NOT as the plan says" in capsys.readouterr().out
+    written, exact, *departures = capsys.readouterr().out.splitlines()
+    assert written.startswith(f"written to {out}: qfactory.py, ") and exact.startswith("as the plan says: qfactory.py")
+    assert departures and all(re.match(r"\w+ \(\w+\.\w+.*\): NOT ", line) for line in departures), departures
+    assert all("what it can express: " in line for line in departures if "NOT as the plan says" in line)
     assert main(["export", str(tmp_path), f"out={tmp_path / 'pp'}", "to=megatron", "pp=3"]) == 0
     assert {path.name for path in (tmp_path / "pp").iterdir()} == {"te_precision.yaml", "gnmr_megatron.py"}
     (tmp_path / "blocked" / "rl.yaml").mkdir(parents=True)

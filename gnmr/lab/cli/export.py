@@ -13,8 +13,9 @@ from gnmr.plan.pin_plan import read_plan
 from gnmr.records import output
 
 _TEXT = """\
-PLAN is a plan.json, or the folder that holds it (gnmr diagnose ... out=FOLDER). Each file says in its first lines what
-the library cannot do as the plan says, and what that costs.
+PLAN is a plan.json, or the folder that holds it (gnmr diagnose ... out=FOLDER). The command lists what it wrote, and
+then, for each library that cannot run the plan as it is, what differs, what that costs and why. The first lines of each
+file repeat this.
 
   gnmr diagnose my_llama/ data=text.txt recipe=nvfp4 budget=+10% out=plan/
   gnmr export plan/
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> int:
             one_of(TARGETS, to=target)
     if options.pp > 1 and options.to and "megatron" not in options.to:
         raise UserError(f"pp={options.pp}: is for to=megatron alone; leave it out")
-    plan, files, lines = read_plan(place), dict[str, str](), list[str]()
+    plan, files = read_plan(place), dict[str, str]()
+    exact, departures = list[str](), list[str]()
     for target in options.to or TARGETS:
         try:
             with as_user_error():
@@ -47,13 +49,21 @@ def main(argv: list[str]) -> int:
             # By default, a target that cannot run the plan is left out with its reason.
             if options.to:
                 raise
-            lines.append(f"{target}: not written: {error}")
+            departures.append(f"{target}: not written: {str(error).removeprefix('export: ')}")
             continue
         files |= result.files
-        # NOT marks what the library would do otherwise than the plan says.
-        lines += [f"{', '.join(result.files)}: {note}" for note in result.notes if "NOT" in note]
+        names = ", ".join(result.files)
+        # NOT marks what the library does otherwise than the plan says. A line about other names than its own is for
+        # the file alone.
+        differences = [note for note in result.notes if note.startswith("NOT")]
+        if not differences:
+            exact.append(names)
+            continue
+        if any(note.startswith(("NOT as", "NOT on")) for note in differences):
+            differences.append(f"what it can express: {TARGETS[target].limits}")
+        departures.append(f"{target} ({names}): {'; '.join(differences)}")
     if not files:
-        raise UserError(f"out={out}: nothing to write: {lines[0]}")
+        raise UserError(f"out={out}: nothing to write: {departures[0]}")
     with writing(f"out={out}"):
         out.mkdir(exist_ok=True)
     for name in files:  # all are checked before any is written
@@ -61,6 +71,9 @@ def main(argv: list[str]) -> int:
     for name, text in files.items():
         output.write_text(out / name, text, f"out={out / name}")
     terminal = Terminal()
-    for line in (*lines, f"files: {', '.join(files)} in {out}"):
+    print_plain(terminal, printable(f"written to {out}: {', '.join(files)}"))
+    if exact:
+        print_plain(terminal, printable(f"as the plan says: {', '.join(exact)}"))
+    for line in departures:
         print_plain(terminal, printable(line))
     return 0

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from gnmr.conversion.cost import gemm_time
 from gnmr.conversion.targets import role_by_name
-from gnmr.errors import UserError, first_few
+from gnmr.errors import UserError, first_few, plural
 from gnmr.formats.recipes import RECIPES
 from gnmr.names import GEMMS, Words
 from gnmr.plan.checkpoint_names import holder_of
@@ -196,7 +196,7 @@ def adapted(plan: PinPlan, target: Target) -> PinPlan:
     shapes = {linear: frozenset(plan.operators[name] for name in names) for linear, names in linears.items()}
     options = {linear: [sixteen] if linear in in_16_bits else able(shapes[linear]) for linear in linears}
     if target.formats and not any(low in mixes_of for mixes_of in options.values()):
-        lack = f"has nothing like low={plan.low} for these operators"
+        lack = f"has nothing like low={plan.low} for these operators ({_of_widths(plan)})"
         raise UserError(f"export: {target.library} {lack}: {target.limits}")
     if not any(target.converts(plan, name) for name in plan.operators):
         raise UserError(f"export: {target.library} converts none of these operators")
@@ -297,7 +297,35 @@ def difference(plan: PinPlan, nearest: PinPlan, target: Target) -> tuple[str, ..
     line += f"{extra}, of the plan {planned.extra:.1%}"
     if plan.prices:
         line += f"; nats left by price {actual.after:.3g}, of the plan {planned.after:.3g}"
-    return (*lines, line)
+    return (*lines, line, *_too_narrow(plan, nearest, target))
+
+
+def _too_narrow(plan: PinPlan, nearest: PinPlan, target: Target) -> Iterator[str]:
+    """Yield a line on the linears whose widths keep them off the low recipe, if there are any."""
+    casts, times, mix_of = _recipes(plan)[plan.low], plan.gemm_times(), mixes(nearest)
+    low_casts = {gemm: casts[gemm] for gemm in target.gemms}
+    unfit = {
+        name: shape
+        for name, shape in plan.operators.items()
+        if target.converts(plan, name) and not target.can(low_casts, casts, shape)
+    }
+    actual = {(name, gemm): recipe for name in unfit for gemm, recipe in target.configured(mix_of[name]).items()}
+    if not actual:
+        return
+    recipes = " and ".join(recipe for recipe, _ in Counter(actual.values()).most_common())
+    line = f"NOT on {plan.low}: {plural(len(unfit), 'linear')} whose widths it does not take here ("
+    line += first_few([f"{name} {inputs} -> {outputs}" for name, (inputs, outputs) in unfit.items()], 2)
+    line += f"); of the plan's recipes they run on {recipes}"
+    if low_time := sum(times[item][plan.low] for item in actual if item in times):
+        actual_time = sum(times[item][recipe] for item, recipe in actual.items() if item in times)
+        line += f", at {actual_time / low_time:.2g} times their GEMM time on {plan.low}"
+    yield line
+
+
+def _of_widths(plan: PinPlan) -> str:
+    """Return the operators by their widths, the most frequent ones first."""
+    widths = Counter(f"{inputs} -> {outputs}" for inputs, outputs in plan.operators.values())
+    return first_few([width for width, _ in widths.most_common()], 3)
 
 
 # ---- the plan in the library's names ----
