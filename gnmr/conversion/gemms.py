@@ -251,7 +251,9 @@ class GemmContext:
 
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
         """Return the output of operands that `cast` returned; `x` and `weight` are the operands before their casts."""
-        output = F.linear(x_fprop.view(x.shape), w_fprop, bias)
+        if bias is not None and w_fprop.dtype != weight.dtype:
+            bias = bias.to(w_fprop.dtype)  # rotated operands of float16 are in float32
+        output = F.linear(x_fprop.view(x.shape), w_fprop, bias).to(x.dtype)
         if self.recipe.fprop.result is None:
             return output
         result: Tensor = self.cast("result", output.reshape(-1, output.shape[-1]), self.recipe.fprop.result)

@@ -285,3 +285,22 @@ def test_the_rotation_of_float16_does_not_overflow() -> None:
         found.append(torch.autograd.grad(net(x), net[0].weight, dy)[0].float())
     assert found[0].isfinite().all()
     assert (found[0] - found[1]).norm() < 1e-3 * found[1].norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_rotated_fprop_of_float16_returns_float16(bias: bool) -> None:
+    """Its operands are in float32, and the next module expects the model's dtype."""
+    recipe = Recipe.of("rotated", {"fprop": {"input": "e2m1/nv/hadamard", "weight": "e2m1/nv/hadamard"}})
+    outputs = []
+    for dtype in (torch.float16, torch.float32):
+        net = nn.Sequential(nn.Linear(32, 48, bias=bias)).requires_grad_(False)
+        for seed, parameter in enumerate(net.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed).half())
+        net = net.requires_grad_().to(dtype)
+        convert(net, PathSpec.of(recipe, None, targets=["0"]))
+        output = net(normal(20, 32, seed=9).half().to(dtype))
+        output.sum().backward()
+        assert output.dtype == net[0].weight.grad.dtype == dtype
+        outputs.append(output.detach().float())
+    # The casts are equal; sums in another order and one rounding to float16 (2^-11) are what differs.
+    assert (outputs[0] - outputs[1]).norm() < 1e-3 * outputs[1].norm()
