@@ -104,7 +104,7 @@ def integers(x: Tensor, outliers: float | None = None) -> tuple[Integers, CastSt
 
 
 def _without_outliers(x: Tensor, threshold: float | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (`x` with 0 in the outlier columns, these columns or None, their indices or None)."""
+    """Return (`x` with 0 in the outlier columns; the indices of these columns, and the columns, or None twice)."""
     if threshold is None or not x.shape[0] or x.is_meta:  # a tensor without contents has no outliers
         return x, None, None
     columns = (largest_magnitude(x, (0,)).float() >= threshold).nonzero()[:, 1]
