@@ -201,7 +201,10 @@ def parameter_of(module: nn.Module, name: str) -> Tensor:
 
 
 def bias_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return the bias that belongs to a weight: in_proj_bias to in_proj_weight, w1_bias to w1; None: it has none."""
+    """Return the bias of the weight `name`: in_proj_bias of in_proj_weight, w1_bias of w1.
+
+    Returns: the parameter, (O,) or with a dimension of experts before; None: there is none.
+    """
     path, _, attribute = name.rpartition(".")
     bias_name = f"{attribute.removesuffix('weight')}bias" if attribute.endswith("weight") else f"{attribute}_bias"
     bias = getattr(module.get_submodule(path), bias_name, None)
@@ -266,6 +269,10 @@ class Contained(PathLinear):
         return matrix_of(self.weight, self.layout, self.expert) if self._given is None else self._given[0]
 
     def part(self, x: Tensor) -> Tensor:
+        """Return this operator's part of a tensor in the shape of the owner's parameter, such as a gradient.
+
+        Returns: the expert's slice or all of it, in the layout of the parameter.
+        """
         return x if self.expert is None else x[self.expert]
 
     @property

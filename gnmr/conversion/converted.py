@@ -148,7 +148,11 @@ class ConvertedModel:
         return self.frozen and saved
 
     def store(self, weights: str) -> None:
-        """Replace the weights by their INT8 codes if `weights` is "instead"."""
+        """Replace the weights by their INT8 codes if asked to.
+
+        Args:
+            weights: instead, or online, which changes nothing (`gnmr.conversion.int8`).
+        """
         for operator in self.operators:
             if isinstance(operator, Int8Linear):
                 operator.store(weights)
@@ -209,7 +213,10 @@ class ConvertedModel:
         return reason
 
     def enter_graphs(self, blocks: Iterable[nn.Module]) -> str | None:
-        """Prepare the operators for blocks that are compiled next; returns the same as `compile`."""
+        """Prepare the operators for `blocks`, which are compiled next.
+
+        Returns: the reason why operators stay between the graphs, or None, as `compile` does.
+        """
         self.check_converted()
         return into_graphs(self.operators, len(self.units), self.low, self.recovery, blocks)
 
@@ -272,9 +279,12 @@ class ConvertedModel:
         )
 
     def back_to(self, mark: StepMark) -> None:
-        """Return to `mark`, for a pass within `no_side_effects`.
+        """Return to the start of a step, for a pass within `no_side_effects`.
 
         Rounding draws the same numbers again, and delayed scales come from the steps before the mark.
+
+        Args:
+            mark: the result of `mark`, which may be used several times.
         """
         drawn, scales, self.shared.step = mark
         self.shared.forget()
@@ -286,17 +296,24 @@ class ConvertedModel:
             self.shared.amax.history = None if history is None else history.clone()
 
     def begin_again(self, mark: StepMark) -> None:
-        """Restart the step that began at `mark`, and forget everything that it wrote."""
+        """Restart the step that began at `mark` (the result of the method), and forget everything that it wrote.
+
+        Raises:
+            RuntimeError: after `restore`.
+        """
         self.back_to(mark)
         self._collect(into_counts=False)
         if self.shared.amax is not None:
             self.shared.amax.begin_again()
 
     def begin_step(self, step: int) -> None:
-        """Begin step `step` (from 1): needed with `warmup_steps`, or if steps are not taken in order.
+        """Begin a step: needed with `warmup_steps`, or if steps are not taken in order.
 
         Until the warm-up is over, operators in recovery run in 16 bits, whatever the recovery path is. Stochastic
         rounding draws the numbers of this step.
+
+        Args:
+            step: number of the optimizer step, from 1.
         """
         self._enter(step)
         # bf16 is a format and a recipe; operators cannot mix the two kinds.
@@ -390,7 +407,14 @@ class ConvertedModel:
         return state if history is None else state | {"largest": history.clone()}
 
     def check_state(self, state: Any) -> None:
-        """Raise ValueError if `state` belongs to other paths, rounding or operators."""
+        """Check that a state is of this model, before it is loaded.
+
+        Args:
+            state: anything; right is the result of `state_dict` of a model with the same operators.
+
+        Raises:
+            ValueError: `state` belongs to other paths, rounding or operators.
+        """
         owner = state.get("paths") if isinstance(state, Mapping) else None
         if owner != self._owner():
             raise ValueError(f"the paths' state belongs to {owner or 'unknown paths'}; this model has {self._owner()}")
@@ -417,7 +441,14 @@ class ConvertedModel:
         return line
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load `state`; raises ValueError, before anything is loaded, as `check_state` does."""
+        """Continue with the stochastic rounding and the delayed scales of a checkpoint.
+
+        Args:
+            state: the result of `state_dict` of a model with the same paths and operators.
+
+        Raises:
+            ValueError: before anything is loaded, as in `check_state`.
+        """
         self.check_state(state)
         self._load(state)
 

@@ -156,7 +156,13 @@ def convert(
 
 
 def operator_shapes(model: nn.Module, spec: PathSpec) -> dict[str, tuple[int, int]]:
-    """Return each operator's (inputs, outputs), by its name. Raises ValueError if a pattern matches no linear."""
+    """Return each operator that `convert` would choose, without changing the model.
+
+    Returns: {name: (inputs, outputs)} in module order, without the parts of wrappers in names.
+
+    Raises:
+        ValueError: a pattern matches no linear, or none is left.
+    """
     operators, _ = _chosen(model, spec)
     shapes = [(operator.in_features, operator.out_features) for operator in operators.values()]
     return dict(zip(operator_names(list(operators)), shapes, strict=True))
@@ -390,7 +396,10 @@ def _check_linear(name: str, operator: LinearOperator, model: nn.Module, linear_
 
 
 def tensor_parallel(model: nn.Module) -> str | None:
-    """Return the first parameter that is sharded other than by FSDP2, which gathers plain tensors, or None."""
+    """Return a parameter that is sharded other than by FSDP2, which gathers plain tensors.
+
+    Returns: the dotted name of the first one, or None.
+    """
     for name, parameter in model.named_parameters():
         if is_sharded(parameter) and not _gathered(model, name.rpartition(".")[0]):
             return name
@@ -406,7 +415,16 @@ def _gathered(model: nn.Module, name: str) -> bool:
 
 
 def check_widths(name: str, operator: Widths, recipe: Recipe) -> None:
-    """Raise ValueError if the operator's widths do not fit the recipe."""
+    """Check that a recipe cuts none of its groups in an operator (`unfit_width`).
+
+    Args:
+        name: the operator's name, for the message.
+        operator: has `in_features` and `out_features`.
+        recipe: the recipe.
+
+    Raises:
+        ValueError: a width does not fit.
+    """
     if (reason := unfit_width(operator, recipe)) is not None:
         raise ValueError(f"{name} {reason}; use another recipe or width, or exclude it")
 

@@ -356,7 +356,10 @@ def kept_bytes(operator: PathLinear, path: ExecutionPath, rows: int, dtype: torc
 
 
 def nominal_bits(path: ExecutionPath) -> int:
-    """Return the width of the saved input as wgrad reads it, which Eq. 5 counts even if it is stored wider."""
+    """Return the width of the saved input as wgrad reads it, which Eq. 5 counts even if it is stored wider.
+
+    Returns: bits per element, without scales; 16 if the path does not cast it.
+    """
     if isinstance(path, Format):
         return path.bits
     return 16 if path.wgrad.input is None else path.wgrad.input.format.bits

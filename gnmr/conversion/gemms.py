@@ -231,17 +231,35 @@ class GemmContext:
     def quantize(
         self, x: Tensor, cast: Cast, dim: int, reference: Reference, generator: torch.Generator | None
     ) -> tuple[Any, CastStats]:
-        """Return (`x` as the GEMMs read it, statistics); here its values, in its own dtype."""
+        """Cast an operand.
+
+        Args:
+            x: (N, D), any floating dtype.
+            cast: the cast.
+            dim: the dimension of x that the GEMM contracts.
+            reference: source of a delayed scale; None: the tensor's own largest magnitude.
+            generator: source of stochastic rounding, on the device of x; None: round to nearest.
+
+        Returns:
+            x as the GEMMs read it, here the values of `formats.cast.quantize`; statistics of the cast.
+        """
         return quantize(x, cast, dim, reference, generator)
 
     def break_input(self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference) -> tuple[Any, CastStats]:
-        """Return the same as `quantize`, for an input under the fault."""
+        """Cast an input under the fault.
+
+        Returns: the same as `quantize`, in the same dtype.
+        """
         assert self.fault is not None
         values, _, stats = self.fault.quantize(x, cast, contraction_dim, reference)
         return values.to(rotated_dtype(x.dtype) if cast.hadamard else x.dtype), stats
 
     def cast_weight(self, weight: Tensor) -> tuple[Any, Any]:
-        """Return (the weight as fprop reads it, the weight as dgrad keeps it: the same cast, or the weight itself)."""
+        """Cast the weight, (O, I).
+
+        Returns: it as fprop reads it, as `cast` returned it; what dgrad keeps, which is the same cast or the weight
+        itself.
+        """
         casts: Casts = {}
         # dgrad contracts the other dimension, so that only undirected casts are the same in both GEMMs.
         w_fprop = self.cast("weight", weight, self.recipe.fprop.weight, 1, casts)
@@ -250,7 +268,18 @@ class GemmContext:
         return w_fprop, weight if same is None else same[0]
 
     def fprop(self, x: Tensor, x_fprop: Any, weight: Tensor, w_fprop: Any, bias: Tensor | None) -> Tensor:
-        """Return the output of operands that `cast` returned; `x` and `weight` are the operands before their casts."""
+        """Run fprop, y = x W^T + b.
+
+        Args:
+            x: (..., I), before the cast.
+            x_fprop: its rows as `cast` returned them.
+            weight: (O, I), before the cast.
+            w_fprop: the weight as `cast_weight` returned it.
+            bias: (O,) or None.
+
+        Returns:
+            (..., O) in the dtype of x.
+        """
         if bias is not None and w_fprop.dtype != weight.dtype:
             bias = bias.to(w_fprop.dtype)  # rotated operands of float16 are in float32
         output = F.linear(x_fprop.view(x.shape), w_fprop, bias).to(x.dtype)
@@ -260,27 +289,56 @@ class GemmContext:
         return result.view(output.shape)
 
     def product(self, a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-        """Return the product of a (M, K) and b (K, N), as `cast` returned them, in `dtype`."""
+        """Multiply a (M, K) and b (K, N), as `cast` or `restored` returned them.
+
+        Returns: (M, N) in `dtype`.
+        """
         result: Tensor = a @ b
         return result.to(dtype)  # rotated operands of float16 are in float32
 
     def restored(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
-        """Return a GEMM's operand from the tensors of its cast in the graph; `dtype`: the other operand's."""
+        """Return an operand of dgrad or wgrad, made from the tensors of its cast that the graph holds.
+
+        Args:
+            saved: those tensors.
+            dtype: the other operand's, in which codes times scale are returned.
+        """
         return saved[0]
 
     @staticmethod
     def values(x: Any, every: int = 1) -> Tensor:
-        """Return the rows 0, every, 2 every, ... of what `cast` returned, as float32."""
+        """Return numbers of a cast, for measurements.
+
+        Args:
+            x: (N, D), as `cast` returned it.
+            every: take the rows 0, every, 2 every, ...
+
+        Returns:
+            (rows, D) float32.
+        """
         rows: Tensor = x[::every]
         return rows.float()
 
     def casts_of(self, read: Read, dtype: torch.dtype) -> Casts:
-        """Return the casts of the tensor that was `read`, shared by its readers; casts under a fault are not shared."""
+        """Return the casts of the tensor that was read, to which this pass adds its own.
+
+        Args:
+            read: the tensor's record.
+            dtype: of the tensor after autocast's cast, as which readers may differ.
+
+        Returns:
+            The casts that all readers share; empty under a fault, whose casts are not shared.
+        """
         self._reader = read.index
         return {} if self.fault is not None else read.casts.setdefault((dtype, type(self)), {})
 
     def kept_by(self, read: Read, x_wgrad: Any) -> str | Place:
-        """Return the key of `x_wgrad`, which is kept of the tensor that was `read`: see `PathLinear.read`."""
+        """Return the key of what is kept of the tensor that was read (`PathLinear.read`).
+
+        Args:
+            read: the tensor's record.
+            x_wgrad: the input as wgrad reads it, which is kept; None: wgrad will not run.
+        """
         cast, name = self.recipe.wgrad.input, self.name
         if cast is None:
             return name if x_wgrad is None else place_of(x_wgrad)
@@ -289,13 +347,19 @@ class GemmContext:
         return name if cast.delayed else read.reader
 
     def key(self, cast: Cast, contraction_dim: int) -> tuple[Any, ...]:
-        """Return a key that is equal for casts with equal results."""
+        """Return a key in `Casts`; `contraction_dim` enters it if the cast is directed.
+
+        Returns: a key that is equal for casts of one tensor with equal results.
+        """
         draws = cast.stochastic and self._draws is not None
         scales_of = (self.index, id(self._history)) if cast.delayed else None
         return cast, contraction_dim if cast.directed else None, scales_of, draws
 
     def counts(self, device: torch.device) -> Tensor:
-        """Return the numbers of saturated and non-finite elements of the casts, (operands, 2) float64."""
+        """Count the elements that saturated or were not finite in the casts of this pass.
+
+        Returns: (operands, 2) float64 on `device`; casts that are counted already are left out.
+        """
         counts = torch.zeros(len(OPERANDS), 2, dtype=torch.float64, device=device)
         for operand, stats in self._stats.values():
             for kind, number in enumerate((stats.saturated, stats.nonfinite)):

@@ -78,7 +78,10 @@ class Integers(NamedTuple):
 
     @always_recomputed
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return codes times scale, (N, D), rounded to `dtype` once."""
+        """Return codes times scale; columns in 16 bits are 0.
+
+        Returns: (N, D), rounded to `dtype` once.
+        """
         return self.codes.to(torch.float32).mul_(self.scale).to(dtype)
 
 
@@ -251,7 +254,11 @@ class Int8Linear(PathLinear):
     _own_dtype: torch.dtype
 
     def store(self, weights: str) -> None:
-        """Make the codes that `weights` asks for; called once, when the operator is converted."""
+        """Keep the weight as requested; called once, when the operator is converted.
+
+        Args:
+            weights: online, or instead: the parameter becomes int8 codes (O, I) and `weight_scale` appears.
+        """
         self.weights, self._own_dtype = weights, self.weight.dtype
         if weights == "instead":
             quantized, _ = integers(self.weight.detach())
@@ -287,6 +294,10 @@ class Int8Linear(PathLinear):
         return 0 if self.weights == "online" else self.out_features * (self.in_features + torch.float32.itemsize)
 
     def plain(self, input: Tensor) -> Tensor:
+        """Compute as `PathLinear.plain`, of codes times scale if only codes are left.
+
+        Returns: (..., O) in the dtype of `input`, or autocast's.
+        """
         if self.weights != "instead":
             return super().plain(input)
         bias: Tensor | None = self.bias
@@ -296,9 +307,19 @@ class Int8Linear(PathLinear):
         return output
 
     def context_kind(self, recipe: Recipe) -> type[GemmContext]:
+        """Return the class that casts and multiplies under `recipe`.
+
+        Returns: `IntContext` if the recipe multiplies integers, on any backend.
+        """
         return IntContext if recipe.integer else super().context_kind(recipe)
 
     def gemm_context(self, recipe: Recipe, **options: Any) -> GemmContext:
+        """Return the context of a pass, with the codes of the weight if only these are left.
+
+        Args:
+            recipe: the casts.
+            options: as in `PathLinear.gemm_context`.
+        """
         context = super().gemm_context(recipe, **options)
         if isinstance(context, IntContext) and self.weights == "instead":
             context.weight_codes = Integers(self.weight, self.weight_scale)

@@ -125,7 +125,10 @@ class PathLinear(nn.Linear):
         return self.weight
 
     def part(self, x: Tensor) -> Tensor:
-        """Return this operator's part of a tensor in the shape of `weight`, such as a gradient."""
+        """Return this operator's part of a tensor in the shape of `weight`, such as a gradient.
+
+        Returns: `x` itself, (O, I); operators that are contained in a module have less.
+        """
         return x
 
     @property
@@ -134,7 +137,12 @@ class PathLinear(nn.Linear):
         return None
 
     def switch(self, recovering: bool, gemm: str | None = None) -> None:
-        """Put the operator, or one of its `gemms`, on the recovery (True) or low-cost path for later forward passes."""
+        """Put the operator on one path for later forward passes.
+
+        Args:
+            recovering: the recovery path (True) or the low-cost path.
+            gemm: one of `gemms`, which alone is moved; None: all of them.
+        """
         assert self.recovery is not None or not recovering, f"{self.operator_name} has no recovery path"
         if gemm is None:
             self.put(frozenset(self.gemms or GEMMS) if recovering else frozenset())
@@ -142,11 +150,22 @@ class PathLinear(nn.Linear):
             self.put(self.recovered | {gemm} if recovering else self.recovered - {gemm})
 
     def put(self, recovered: frozenset[str]) -> None:
-        """Put these GEMMs on the recovery path and the others on the low-cost path."""
+        """Put these GEMMs on the recovery path and the others on the low-cost path.
+
+        Args:
+            recovered: a set of `gemms`; without `gemms` all GEMMs or none.
+        """
         self.recovered, self.recovering = recovered, bool(recovered)
 
     def path_of(self, recovered: frozenset[str]) -> ExecutionPath:
-        """Return the format or recipe that is in force with these GEMMs on the recovery path."""
+        """Return the path that is in force with these GEMMs on the recovery path.
+
+        Args:
+            recovered: as in `put`. Without `gemms`, any GEMM stands for all.
+
+        Returns:
+            A format or a recipe; `low` if there is no recovery path.
+        """
         if not recovered or self.recovery is None:
             return self.low
         return self.mixed[recovered] if self.gemms else self.recovery
@@ -175,7 +194,18 @@ class PathLinear(nn.Linear):
         return self.recovery is not None and not (self.pinned and self.low == self.recovery)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in_features) to (..., out_features), as `nn.Linear`. Does not wait for the device."""
+        """Compute the linear on the path in force. Waits for the device only to find outlier columns (`int8.py`).
+
+        Args:
+            input: (..., I), any floating dtype.
+
+        Returns:
+            (..., O) in the dtype of input, or autocast's.
+
+        Raises:
+            RuntimeError: derivatives of torch.func would go through casts, or checkpointing cannot repeat the pass.
+            ValueError: the input is nested, input or weight is a DTensor, or the model was moved.
+        """
         if not isinstance(self, PathLinear):  # a wrapper of the instance's forward outlived the paths
             return type(self).forward(self, input)
         in_graph = self.in_graphs is not None and torch.compiler.is_compiling()
@@ -265,7 +295,10 @@ class PathLinear(nn.Linear):
         return output
 
     def plain(self, input: Tensor) -> Tensor:
-        """Compute as `nn.Linear` does (evaluation)."""
+        """Compute as `nn.Linear` does (evaluation).
+
+        Returns: (..., O) of (..., I).
+        """
         return F.linear(input, self.matrix, self.bias)
 
     def _check(self, input: Tensor, weight: Tensor) -> None:
@@ -282,7 +315,10 @@ class PathLinear(nn.Linear):
             )
 
     def context_kind(self, recipe: Recipe) -> type[GemmContext]:
-        """Return the class that casts and multiplies under `recipe`."""
+        """Return the class that casts and multiplies under `recipe`.
+
+        Returns: a class that `recipe.backend` decides.
+        """
         return ScaledContext if recipe.backend == "scaled_mm" else GemmContext
 
     def gemm_context(
@@ -294,7 +330,15 @@ class PathLinear(nn.Linear):
         dry_run: bool = False,
         begun: Pass | None = None,
     ) -> GemmContext:
-        """Return the context of the pass `begun`; None: rounding to nearest under the current scales."""
+        """Return the context of a pass under a recipe.
+
+        Args:
+            recipe: the casts.
+            fault: breaks the casts of the input; None: no fault.
+            sound: GEMMs whose casts the fault does not change.
+            dry_run: whether casts are only compared, and record no statistics.
+            begun: the pass; None: rounding to nearest under the current scales.
+        """
         assert self.shared.amax is not None
         return self.context_kind(recipe)(
             recipe,
@@ -409,7 +453,10 @@ def transformed() -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast uses for operators on `x`, or None if it is off or `x` is float64."""
+    """Return the dtype that autocast uses for operators on `x`.
+
+    Returns: the dtype; None if autocast is off for the device, or `x` is float64.
+    """
     kind = x.device.type
     if x.dtype == torch.float64:
         return None

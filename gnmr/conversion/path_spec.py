@@ -93,7 +93,16 @@ class PathSpec:
 
     @classmethod
     def of(cls, low: str | Recipe, recovery: str | Recipe | None, **fields: Any) -> PathSpec:
-        """Return the spec of these paths, each by name or as a `Recipe`; `fields` are the other fields."""
+        """Return the spec of two paths.
+
+        Args:
+            low: name or recipe of the low-cost path.
+            recovery: the same of the recovery path; None: a static run.
+            fields: the other fields of `PathSpec`.
+
+        Raises:
+            ValueError: two different recipes have one name, or a field is invalid.
+        """
         recipes: dict[str, Any] = dict(fields.pop("recipes", {}))
         names: list[str | None] = []
         for path in (low, recovery):

@@ -67,7 +67,15 @@ class Read:
         self.measured: dict[Any, Any] = {}
 
     def joins(self, x: Tensor, reader: str) -> bool:
-        """Return whether `x` is this tensor and new to `reader`, and add `reader` to its readers if so."""
+        """Let an operator join the readers of the tensor, if it reads the same numbers.
+
+        Args:
+            x: the tensor that it reads.
+            reader: the operator's name.
+
+        Returns:
+            Whether `x` is this tensor, unchanged, and new to the reader.
+        """
         # A reader that comes again begins another pass, in which the tensor may have changed unseen.
         if self._tensor() is not x or self._version != x._version or reader in self._readers:
             return False
@@ -77,9 +85,16 @@ class Read:
     def copy_of(
         self, x: Tensor, fmt: Format, generator: Callable[[], torch.Generator] | None = None
     ) -> tuple[Tensor, ...]:
-        """Return `x`, which is this tensor, compressed in `fmt`, once for all its readers.
+        """Compress the tensor once for all its readers.
 
-        `generator` returns the source of stochastic rounding; None: round to nearest.
+        Args:
+            x: this tensor, (..., D).
+            fmt: the format of the copy.
+            generator: returns the source of stochastic rounding, and is called only if the copy is made now; None:
+                round to nearest.
+
+        Returns:
+            Codes and scales, as `scaling.compress` returns them.
         """
         if fmt.name not in self.copies:
             drawn = None if generator is None else generator()

@@ -75,7 +75,10 @@ def pinned_paths(spec: PathSpec, pins: Mapping[str, str]) -> PathPair:
 
 
 def paths_by_name(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
-    """Return the paths that the spec names, unmixed; bf16 if recovery is null."""
+    """Return the low and the recovery path that the spec names.
+
+    Returns: both formats or both recipes, unmixed and with all GEMMs; bf16 if recovery is null.
+    """
     low, recovery = spec.low, spec.recovery or "bf16"
     if low in FORMATS and recovery in FORMATS:
         return _format(low, spec.group), _format(recovery, spec.group)
@@ -84,7 +87,10 @@ def paths_by_name(spec: PathSpec) -> tuple[ExecutionPath, ExecutionPath]:
 
 
 def recipes_of(spec: PathSpec) -> dict[str, Recipe]:
-    """Return all recipes that the spec may name: the built-in ones and those of the user."""
+    """Return all recipes that the spec may name, the built-in ones and those of the user.
+
+    Returns: {name: recipe}. Those of the user have the backend simulated, because `PathSpec.backend` decides.
+    """
     recipes = {}
     for name, recipe in spec.recipes.items():
         if not isinstance(recipe, Recipe):

@@ -42,15 +42,26 @@ class FaultInjection(Protocol):
     """Breaks the low path of one operator."""
 
     def for_step(self, input: Tensor, remember: bool = True) -> FaultInjection | None:
-        """Return the fault if it is in force in this step. `remember`: record the size of `input` if needed."""
+        """Return the fault if it is in force in this step.
+
+        Args:
+            input: the operator's input, any shape.
+            remember: record the largest magnitude of input, if the fault needs the steps before.
+        """
 
     def compress(self, input: Tensor, fmt: Format, stochastic: bool) -> tuple[Tensor, Tensor]:
-        """Compress `input` (..., D) as `scaling.compress` does."""
+        """Compress an input (..., D) as `scaling.compress` does, with the fault.
+
+        Returns: codes and scales of the rows; rounded stochastically if `stochastic`.
+        """
 
     def quantize(
         self, x: Tensor, cast: Cast, contraction_dim: int, reference: Reference
     ) -> tuple[Tensor, Tensor, CastStats]:
-        """Return (values, scale of each element, statistics) of `x` (N, D)."""
+        """Cast an operand (N, D) as `formats.cast.quantize` does, with the fault.
+
+        Returns: values and the scale of each element, (N, D) float32; statistics.
+        """
 
 
 class Measurement(Protocol):
@@ -146,18 +157,27 @@ class SharedState:
         return self.amax is not None or self.rounding is not None or self.probe is not None
 
     def move_from_meta(self, device: torch.device) -> None:
-        """Begin the state anew on `device`, to which weights on the meta device come when their operators run."""
+        """Begin the state anew where the weights of operators on the meta device come when they run.
+
+        Args:
+            device: where they run; counts and delayed scales begin with zeros there.
+        """
         self.device = device
         if self.amax is not None:
             steps = 0 if self.amax.history is None else self.amax.history.shape[2] - 1
             self.amax = AmaxHistory(len(self.amax.counts), steps, device)
 
     def read_of(self, x: Tensor, reader: str, index: int) -> Read:
-        """Return the record of this tensor since its first operator read it.
+        """Return the record of a tensor since its first operator read it.
 
-        Call it once in each forward pass of `reader`, the operator with index `index`. Other operators that read the
-        tensor that was read last join its record. The next pass of the same operator starts a new record, because the
-        tensor may have changed under the same version number (a write through `.data`).
+        Call it once in each forward pass of an operator. Other operators that read the tensor that was read last join
+        its record. The next pass of the same operator starts a new record, because the tensor may have changed under
+        the same version number (a write through `.data`).
+
+        Args:
+            x: the tensor.
+            reader: the operator's name.
+            index: its index.
         """
         last = self._last
         if last is None or not last.joins(x, reader):

@@ -74,10 +74,12 @@ def roles_of(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
 
 
 def role_by_name(name: str) -> str:
-    """Return head or router if the name of an operator alone says so, else nothing.
+    """Return what an operator is, if its dotted name alone says so.
 
     >>> role_by_name("lm_head"), role_by_name("layers.0.mlp.router.layer"), role_by_name("layers.0.mlp.gate")
     ('head', 'router', '')
+
+    Returns: head, router or an empty string.
     """
     words = name.split(".")
     if _HEADS.intersection(words) or (words[-1] in ("output", "embed_out") and block_of(name) is None):
@@ -86,7 +88,15 @@ def role_by_name(name: str) -> str:
 
 
 def tied_to_embeddings(model: nn.Module, linears: Mapping[str, Any]) -> dict[str, str]:
-    """Return, for each of these linears that shares its weight with an embedding, the embedding's name."""
+    """Find the linears that share their weight with an embedding.
+
+    Args:
+        model: holds the embeddings.
+        linears: modules by name; those without a tensor `weight` are passed over.
+
+    Returns:
+        {name of a linear: name of its embedding}.
+    """
     tables = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     tied: dict[str, str] = {}
     for name, linear in linears.items():

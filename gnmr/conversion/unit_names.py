@@ -70,20 +70,29 @@ class PathUnit:
         )
 
     def switch(self, recovering: bool) -> None:
-        """Put all operators of the unit on the recovery (True) or low-cost path."""
+        """Put all operators of the unit, or its one GEMM, on one path for later forward passes.
+
+        Args:
+            recovering: the recovery path (True) or the low-cost path.
+        """
         for operator in self.operators:
             operator.switch(recovering, self.gemm)
 
     def path_of(self, operator: PathLinear) -> ExecutionPath:
-        """Return the format or recipe of one of its operators if only this unit is on the recovery path."""
+        """Return the path of an operator of the unit if this unit alone is on the recovery path.
+
+        Returns: a format or a recipe, a mixture for a unit of one GEMM.
+        """
         return operator.path_of(frozenset(GEMMS if self.gemm is None else {self.gemm} & {*operator.gemms}))
 
 
 def module_of(unit: str) -> str:
-    """Return the name of the module that a unit is or is part of.
+    """Return the module that a unit is or is part of.
 
     >>> module_of("layers.3.mlp.up_proj:fprop"), module_of("layers.3.mlp")
     ('layers.3.mlp.up_proj', 'layers.3.mlp')
+
+    Returns: the dotted name, without the GEMM.
     """
     module, _, gemm = unit.rpartition(":")
     return module if gemm in GEMMS else unit
@@ -118,10 +127,12 @@ def _unit_of(name: str, unit: str) -> str | None:
 
 
 def of_any_expert(name: str) -> str:
-    """Return the name of an operator with * for the number of its expert; the name itself if it is part of none.
+    """Return the name of an operator with * for the number of its expert.
 
     >>> of_any_expert("layers.0.mlp.experts.5.up_proj"), of_any_expert("layers.0.mlp.gate_proj")
     ('layers.0.mlp.experts.*.up_proj', 'layers.0.mlp.gate_proj')
+
+    Returns: a pattern; the name itself if it is part of no expert.
     """
     match = _EXPERT.match(name)
     return name if match is None else f"{name[: match.start(1)]}*{name[match.end(1) :]}"
@@ -167,10 +178,12 @@ def layer_of(name: str) -> str | None:
 
 
 def unwrapped(name: str) -> str:
-    """Return the name without what wrappers of modules add to it.
+    """Return a dotted name without what wrappers of modules add to it.
 
     >>> unwrapped("module.layers.3._checkpoint_wrapped_module.attention.wo")
     'layers.3.attention.wo'
+
+    Returns: the name without parts of DDP, FSDP, torch.compile and checkpoint_wrapper; those of peft stay.
     """
     return _WRAPPERS.sub("", name)
 
@@ -178,8 +191,7 @@ def unwrapped(name: str) -> str:
 def operator_names(names: Sequence[str]) -> list[str]:
     """Return the operators' names without the parts that wrappers add, so that units keep their names.
 
-    The wrappers are peft, DistributedDataParallel, torch.compile and activation checkpointing. Two operators that would
-    get one name keep their parts, as adapters of two nested wrappers do.
+    The wrappers are peft, DistributedDataParallel, torch.compile and activation checkpointing.
 
     >>> operator_names(["base_model.model.model.layers.3.self_attn.q_proj.base_layer", "lm_head"])
     ['model.layers.3.self_attn.q_proj', 'lm_head']
@@ -189,6 +201,9 @@ def operator_names(names: Sequence[str]) -> list[str]:
     ['experts.0.up', 'experts.base_layer.lora_A', 'experts.lora_A']
     >>> operator_names(["module._orig_mod.layers.3.self_attn.q_proj", "layers.3.mlp.modules_to_save.default.up_proj"])
     ['layers.3.self_attn.q_proj', 'layers.3.mlp.up_proj']
+
+    Returns: as many names, in the same order. Operators that would get one name keep their parts, as adapters of two
+    nested wrappers do.
     """
     # peft's own prefix first, then the parts within names.
     short = [_BASE_LAYERS.sub("", unwrapped(name).removeprefix("base_model.model.")) for name in names]
