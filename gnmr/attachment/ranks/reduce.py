@@ -175,18 +175,18 @@ class DistributedRanks:
     is_sharded, local, counts = staticmethod(is_sharded), staticmethod(local), staticmethod(counts)
 
     @torch.no_grad()
-    def sum(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def sum(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums over ranks by one collective, float64 in the given shapes, without waiting for the device.
 
         Raises RunFailed if another process is gone.
         """
-        packed = torch.cat([part.reshape(-1).to(torch.float64) for part in parts.values()])
+        packed = torch.cat([term.reshape(-1).to(torch.float64) for term in terms.values()])
         if self.size > 1:
             with reaching():
                 torch.distributed.all_reduce(packed)
-        sizes = [part.numel() for part in parts.values()]
+        sizes = [term.numel() for term in terms.values()]
         sums = packed.split(sizes)
-        return {name: sums[i].reshape(part.shape) for i, (name, part) in enumerate(parts.items())}
+        return {name: sums[i].reshape(term.shape) for i, (name, term) in enumerate(terms.items())}
 
     def take_largest(self, x: Tensor) -> None:
         """Replace each number by the largest over ranks, by one collective. Raises RunFailed as `sum` does."""
