@@ -18,13 +18,21 @@ _SAME_ON_HOST: dict[torch.dtype, Any] = {torch.bool: np.bool_, torch.int64: np.i
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to the device without waiting; a copy from pageable memory may wait."""
+    """Copy a host tensor to the device without waiting; a copy from pageable memory may wait.
+
+    Args:
+        host: a CPU tensor of any shape and dtype.
+        device: the target; for a CPU `host` itself is returned.
+    """
     # Only a copy from pinned memory is asynchronous; PyTorch keeps that memory until the copy is over.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def flags(values: Sequence[bool], device: torch.device) -> Tensor:
-    """Return `values` as a bool tensor on the device, without waiting for it."""
+    """Put flags on the device, without waiting for it.
+
+    Returns: (len(values),) bool.
+    """
     return to_device(torch.tensor(values, device="cpu"), device)
 
 

@@ -299,12 +299,24 @@ def _gradient_in(gradients: Mapping[int, Tensor], parameter: nn.Parameter | Slic
 
 
 def of_shards(groups: Sequence[Sequence[Tensor | Slice]], ranks: Ranks | None) -> Ranks | None:
-    """Return `ranks` if they hold parts of these parameters, else None."""
+    """Return `ranks` if they hold parts of these parameters, which sums must then be reduced over.
+
+    Returns: None if each parameter of the groups is complete here, or `ranks` is None.
+    """
     return ranks if ranks is not None and any(ranks.is_sharded(p) for group in groups for p in group) else None
 
 
 def part_of(x: Tensor, of: Tensor | Slice, ranks: Ranks | None) -> Tensor:
-    """Return this rank's term in a sum of `x`, a tensor of the parameter `of`; empty if another rank adds the same."""
+    """Return this rank's term in a sum over the elements of a tensor.
+
+    Args:
+        x: a gradient or weight in the shape of the parameter `of`.
+        of: decides which rank counts the elements.
+        ranks: the result of `of_shards`; None: x is complete here.
+
+    Returns:
+        The part of x that this rank holds; empty if another rank adds the same.
+    """
     if ranks is None:
         return x
     local = ranks.local(x)
@@ -312,7 +324,10 @@ def part_of(x: Tensor, of: Tensor | Slice, ranks: Ranks | None) -> Tensor:
 
 
 def summed(values: Tensor, ranks: Ranks | None) -> Tensor:
-    """Return the sum of `values` over ranks: one collective."""
+    """Return the sum of `values` over ranks: one collective.
+
+    Returns: float64 in the shape of `values`; `values` itself if `ranks` is None.
+    """
     return values if ranks is None else ranks.sum({"values": values})["values"]
 
 

@@ -90,7 +90,14 @@ class Distinct:
         self._indices = torch.tensor(indices, device=self.groups[0][0].device) if shared else None
 
     def of_each(self, values: Tensor) -> Tensor:
-        """Expand numbers of the distinct groups (G,) to all groups. Does not wait for the device."""
+        """Expand numbers of the distinct groups to all groups. Does not wait for the device.
+
+        Args:
+            values: (G, ...) on the device of the parameters.
+
+        Returns:
+            (number of groups, ...); `values` itself if no group is shared.
+        """
         return values if self._indices is None else values[self._indices]
 
 
@@ -181,7 +188,12 @@ class UnitNorms:
         return {"squares": squares, "present": self._observed(gradients).double()}, plain
 
     def of_sums(self, squares: Tensor, present: Tensor) -> GradientNorms:
-        """Return the norms whose squares and numbers of ranks with a gradient were summed over ranks, (G,) each."""
+        """Return the norms of gradients of which ranks hold parts.
+
+        Args:
+            squares: (G,) float64, the squared norms of the groups, summed over ranks.
+            present: (G,) float64, how many ranks have a gradient of the group.
+        """
         return self._of_groups(squares.sqrt(), present > 0)
 
     def observed(self) -> Tensor:

@@ -45,7 +45,11 @@ class Slice:
         return self.of(self.parameter.detach())
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this slice of `x`, a tensor of the parameter's shape."""
+        """Return this slice of a tensor in the parameter's shape.
+
+        Returns: `x[index]`; of a DTensor this rank's part of it, which may be empty, or all of `x` if it is not reduced
+        yet.
+        """
         # A plain tensor has all slices. A DTensor of sums that are not reduced yet is returned as it is.
         if not hasattr(x, "placements") or any(how.is_partial() for how in x.placements):
             return x if hasattr(x, "placements") else x[self.index]
@@ -67,12 +71,18 @@ class Slice:
 
 
 def whole_of(parameter: nn.Parameter | Slice) -> Tensor:
-    """Return the parameter itself, or the parameter that a slice belongs to."""
+    """Return the parameter that a slice belongs to.
+
+    Returns: a parameter itself, if it is not a slice.
+    """
     return parameter.parameter if isinstance(parameter, Slice) else parameter
 
 
 def identity(parameter: nn.Parameter | Slice) -> object:
-    """Return a key that is equal for two parameters or slices if and only if they are the same."""
+    """Return a key that is equal for two parameters or slices if and only if they are the same.
+
+    Returns: a hashable object, valid while the parameter exists.
+    """
     return parameter.key if isinstance(parameter, Slice) else id(parameter)
 
 
