@@ -78,15 +78,21 @@ class Level(NamedTuple):
         return (self.limit - self.mean) / SIGMAS
 
     def spike(self, value: float) -> bool:
-        """Return whether `value` is above the limit or not finite."""
+        """Return whether `value` is above the limit or not finite.
+
+        Returns: False for any finite value if no level is known (`NO_LEVEL`).
+        """
         return not (math.isfinite(value) and value <= self.limit)
 
     def removed(self, before: float, now: float, better: float | None = None) -> bool:
-        """Return whether the spike `before` is gone with `now`.
+        """Return whether a spike is gone.
 
-        Without `better`, less than half of its excess over the mean must be left. Otherwise `now` is of recovery of
-        some units, and `better` of recovery of everything: the excess over `better` must be less than half of the spike
-        and too small to be a spike alone.
+        Args:
+            before: the number of the step.
+            now: the number of a repetition.
+            better: the number with everything on the recovery path, if `now` is with some units on it. The excess over
+                `better` must then be less than half of the spike and too small to be a spike alone. None: less than
+                half of the excess over the mean must be left.
         """
         if better is None:
             if not math.isfinite(now):
@@ -121,7 +127,12 @@ class Levels:
         return loss, norm
 
     def add(self, loss: float, norm: float) -> None:
-        """Add a step, unless it is not finite."""
+        """Add a step, unless it is not finite.
+
+        Args:
+            loss: mean loss of the step, in nats.
+            norm: global gradient norm before clipping.
+        """
         # One infinite value would make all later means and spreads useless.
         if math.isfinite(loss) and math.isfinite(norm):
             self.seen.append((loss, norm))

@@ -49,12 +49,21 @@ class Start:
 
     @classmethod
     def of(cls, converted: ConvertedModel, device: torch.device) -> Start:
-        """Return the current state. Does not wait for the device."""
+        """Return the current state. Does not wait for the device.
+
+        Args:
+            converted: the paths.
+            device: the device of the passes; its generator counts besides the CPU's.
+        """
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), cuda, converted.mark())
 
     def restore(self, converted: ConvertedModel) -> None:
-        """Restore the state, so that the same numbers are drawn again."""
+        """Restore the state, so that the same numbers are drawn again.
+
+        Args:
+            converted: the paths of which the state was taken.
+        """
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
@@ -93,7 +102,11 @@ class StepRepeater:
         ]
 
     def affords(self, cost: float) -> bool:
-        """Return True if passes of `cost` step times do not exceed `MAX_STEP_TIMES`; passes are sums of thirds."""
+        """Return True if further passes do not exceed `MAX_STEP_TIMES`.
+
+        Args:
+            cost: duration in step times, a sum of thirds: 1 for forward and backward, `FORWARD` for a forward pass.
+        """
         return self.passes + cost <= MAX_STEP_TIMES + 1e-9
 
     @contextmanager
@@ -144,7 +157,11 @@ class StepRepeater:
 
     @contextmanager
     def watching(self, watch: Callable[[PathLinear, Tensor, Tensor], None]) -> Iterator[None]:
-        """Call `watch` with operator, input and output of each forward pass inside this context."""
+        """Observe the forward passes of the operators inside this context.
+
+        Args:
+            watch: is called with operator, input (..., I) and output (..., O) after each of them.
+        """
         self.converted.shared.watch = watch
         try:
             yield
@@ -152,7 +169,10 @@ class StepRepeater:
             self.converted.shared.watch = None
 
     def units_of(self, operator: PathLinear) -> list[int]:
-        """Return the units whose switch changes what the operator's forward pass reads."""
+        """Return the units whose switch changes what the operator's forward pass reads.
+
+        Returns: their indices, of routable units alone; of units of single GEMMs that of fprop.
+        """
         units = self.converted.units
         return [i for i in self.units if operator in units[i].operators and units[i].gemm in (None, "fprop")]
 
@@ -160,8 +180,11 @@ class StepRepeater:
     def errors(self, errors: dict[PathLinear, float]) -> Iterator[None]:
         """Measure the low path's errors inside this context; waits for the device at its end.
 
-        Each forward pass of an operator in recovery also runs on the low path, without gradients. Afterwards `errors`
-        holds ||y_low - y||^2 / ||y||^2.
+        Each forward pass of an operator in recovery also runs on the low path, without gradients.
+
+        Args:
+            errors: receives ||y_low - y||^2 / ||y||^2 of each operator that ran, the largest of its passes; Inf if it
+                is not finite.
         """
         operators: list[PathLinear] = []
         relative_errors: list[Tensor] = []
@@ -194,7 +217,15 @@ class StepRepeater:
 
 @contextmanager
 def repeating(converted: ConvertedModel, model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore paths, faults, generators and buffers afterwards, but not gradients and meters (`Router.unmeasured`)."""
+    """Allow extra passes inside this context, and restore paths, faults, generators and buffers afterwards.
+
+    Gradients and meters are not restored (`Router.unmeasured`).
+
+    Args:
+        converted: the paths.
+        model: the model that runs, whose buffers are restored.
+        device: its device, whose generator is restored besides the CPU's.
+    """
     ran = [(operator, operator.read, operator._node) for operator in converted.operators]
     buffers = _copies(model.buffers())
     with converted.no_side_effects(), torch.random.fork_rng([device] if device.type == "cuda" else []):

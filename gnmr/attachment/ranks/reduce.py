@@ -38,12 +38,21 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Return True for a DTensor."""
+    """Return True for a DTensor.
+
+    Returns: True also if the mesh replicates it on all ranks.
+    """
     return hasattr(x, "device_mesh")
 
 
 def local(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor. Raises RunFailed if it is a gradient that is not summed over ranks yet."""
+    """Return this rank's part of a tensor.
+
+    Returns: a plain tensor; `x` itself if it is not sharded.
+
+    Raises:
+        RunFailed: `x` is a gradient that is not summed over ranks yet.
+    """
     if not is_sharded(x):
         return x
     if any(placement.is_partial() for placement in x.placements):  # type: ignore[attr-defined]
@@ -56,7 +65,15 @@ def local(x: Tensor) -> Tensor:
 
 
 def shard_like(full: Tensor, like: Tensor) -> Tensor:
-    """Return the part of `full`, which every rank has, where this rank's part of `like` lies; both of one shape."""
+    """Return the part of a tensor that lies where this rank's part of another one lies. Communicates nothing.
+
+    Args:
+        full: a plain tensor, the same on every rank.
+        like: a DTensor in the shape of full, or a plain tensor.
+
+    Returns:
+        A plain tensor in the shape of `local(like)`.
+    """
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -67,9 +84,10 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def counts(x: Tensor) -> bool:
-    """Return True if a sum over ranks takes this rank's part, so that each part enters once.
+    """Return True if a sum over ranks takes this rank's part of a tensor, so that each part enters once.
 
-    Raises RunFailed if `x` is sharded over some of the ranks only: other ranks may hold the same part.
+    Raises:
+        RunFailed: `x` is sharded over some of the ranks only, so that other ranks may hold the same part.
     """
     if not is_sharded(x):
         return world.rank() == 0
@@ -107,10 +125,20 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def digest(weights: Mapping[str, Tensor], world: World, step: int) -> str:
-    """Return 16 hexadecimal digits of all weights, equal under DDP, FSDP2, HSDP and in one process.
+    """Return a digest of all weights, equal under DDP, FSDP2, HSDP and in one process.
 
-    Sums of elements add up over parts in any order. Waits for the device and all ranks. Raises RunFailed on all ranks
-    if two of them differ in a part that both hold.
+    Sums of elements add up over parts in any order. Waits for the device and all ranks.
+
+    Args:
+        weights: parameters by name, the same names on every rank.
+        world: all ranks, which call this together.
+        step: number of the last step, for the message.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Raises:
+        RunFailed: on all ranks, if two of them differ in a part that both hold.
     """
     names = sorted(weights)
     places = [_place(weights[name]) for name in names]
@@ -133,7 +161,11 @@ def digest(weights: Mapping[str, Tensor], world: World, step: int) -> str:
 
 
 def lost_rank(error: BaseException) -> bool:
-    """Return True if a collective, ours or the wrapped model's, did not reach another process."""
+    """Return True if an error says that another process is gone.
+
+    Args:
+        error: any error, of a collective of ours or of the wrapped model's; in a single process none says so.
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, RunFailed) or world.size() == 1:
         return False
     kinds = tuple(getattr(torch.distributed, name) for name in ("DistBackendError", "DistNetworkError"))
@@ -176,9 +208,16 @@ class DistributedRanks:
 
     @torch.no_grad()
     def sum(self, terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums over ranks by one collective, float64 in the given shapes, without waiting for the device.
+        """Sum over ranks by one collective, without waiting for the device.
 
-        Raises RunFailed if another process is gone.
+        Args:
+            terms: this rank's terms by name, any shapes and dtypes, on one device.
+
+        Returns:
+            The sums by name, float64 in the same shapes.
+
+        Raises:
+            RunFailed: another process is gone.
         """
         packed = torch.cat([term.reshape(-1).to(torch.float64) for term in terms.values()])
         if self.size > 1:
@@ -189,7 +228,11 @@ class DistributedRanks:
         return {name: sums[i].reshape(term.shape) for i, (name, term) in enumerate(terms.items())}
 
     def take_largest(self, x: Tensor) -> None:
-        """Replace each number by the largest over ranks, by one collective. Raises RunFailed as `sum` does."""
+        """Replace each number of `x` by the largest over ranks, by one collective.
+
+        Raises:
+            RunFailed: another process is gone.
+        """
         if self.size > 1:
             largest = x.contiguous()
             with reaching():
@@ -197,14 +240,25 @@ class DistributedRanks:
             x.copy_(largest)
 
     def agreement(self, settings: Sequence[object], active: np.ndarray, plain: Tensor) -> Tensor:
-        """Return both guards, (4,) float64, a part for `sum`; `settings` must be equal besides the set in force."""
+        """Return both guards of the module, a part for `sum`, of settings and a set that must be equal on all ranks.
+
+        Returns: (4,) float64 on the device of `plain`: the digest, its square, `plain` and its square.
+        """
         # 20 bits, so that the sum of the squares over 8,192 ranks is exact in float64.
         digest = zlib.crc32(repr(settings).encode() + np.packbits(active).tobytes()) & 0xFFFFF
         digests = to_device(torch.tensor([digest, digest**2], dtype=torch.float64), plain.device)
         return torch.cat([digests, torch.stack([plain, plain.square()])])
 
     def check(self, agreement: np.ndarray, step: int) -> None:
-        """Raise RunFailed if the summed `agreement` shows that ranks differ."""
+        """Check the guards of a step.
+
+        Args:
+            agreement: (4,), the sum of `agreement` over ranks, on the host.
+            step: number of the step, for the message.
+
+        Raises:
+            RunFailed: ranks differ in settings or in the set in force, or their gradients are not reduced.
+        """
         digest, digests, plain, squares = agreement.tolist()
         if int(digest) ** 2 != self.size * int(digests):  # whole numbers up to 2^53: exact for 8,192 ranks
             raise RunFailed(

@@ -44,7 +44,14 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank; for small host values."""
+        """Return the values of all ranks.
+
+        Args:
+            value: a small value on the host that can be pickled.
+
+        Returns:
+            The values by rank.
+        """
         if self.size == 1:
             return [value]
         values: list[T | None] = [None] * self.size
@@ -75,7 +82,14 @@ class World:
             raise UserError(message) if is_users else RunFailed(message)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Return the result of `make`, which only rank 0 calls; its error is raised on all ranks."""
+        """Return the result of `make`, which only rank 0 calls.
+
+        Returns: the result, which is pickled for the other ranks.
+
+        Raises:
+            Exception: what `make` raises, on all ranks; ranks other than 0 raise RunFailed in place of errors other
+                than UserError, RunFailed and OSError.
+        """
         if self.size == 1:
             return make()
         result: list[Any] = [None]  # (value, error) of rank 0
@@ -95,7 +109,15 @@ class World:
         return cast(T, value)
 
     def same(self, what: str, value: str) -> None:
-        """Raise UserError if ranks have different values; `what` is the value's name."""
+        """Check that all ranks have one value.
+
+        Args:
+            what: what the value is, with which the message begins.
+            value: this rank's value.
+
+        Raises:
+            UserError: on all ranks, if values differ.
+        """
         values = self.gather(value)
         for rank, value in enumerate(values):
             if value != values[0]:
@@ -107,9 +129,15 @@ ALONE = World()
 
 @contextmanager
 def joined(cuda: bool) -> Iterator[World]:
-    """Join the processes that were started together into one world; `ALONE` if there is one.
+    """Join the processes that were started together into one world inside this context; `ALONE` if there is one.
 
-    Only rank 0 shows warnings. Raises UserError if the rendezvous fails.
+    Only rank 0 shows warnings.
+
+    Args:
+        cuda: whether they train on GPUs, each on its own.
+
+    Raises:
+        UserError: the rendezvous fails.
     """
     if processes_started() == 1:
         yield ALONE
