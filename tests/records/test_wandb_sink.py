@@ -41,6 +41,12 @@ def start(sink: WandbSink, folder: Path, mode: str = "offline") -> None:
     sink.start(info(folder), config, HEADER, mode)
 
 
+def made(sink: WandbSink) -> None:
+    """Wait until the queued calls were made."""
+    sink._calls.put(None)
+    sink._thread.join()
+
+
 SERIES = {
     "train/loss": "loss",
     "train/skipped": "skipped",
@@ -309,7 +315,7 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
     start(sink, tmp_path)
     sink.resume(tmp_path, 3)
     sink.step(step_row(4), unit_rows(4))
-    sink._thread.shutdown()
+    made(sink)
     merged: dict[int, dict[str, Any]] = {}  # as W&B does
     for step, metrics in zip(sink._run.steps, sink._run.logged, strict=True):
         merged.setdefault(step, {}).update(metrics)
@@ -371,7 +377,7 @@ def test_rows_that_cannot_be_read_back_stop_wandb_alone(tmp_path: Path, fake: An
 
     (tmp_path / "steps.jsonl").write_text('{"step": 1}\n')
     sink.resume(tmp_path, 3)
-    sink._thread.shutdown()
+    made(sink)
     assert len(said) == 1 and "its resume failed" in said[0] and sink.where() is None
 
 

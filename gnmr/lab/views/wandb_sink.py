@@ -41,32 +41,6 @@ _SETTINGS = {
 }
 
 
-class _Sender:
-    """A thread that makes calls in order. Unlike that of an executor, it does not keep the process alive."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: Thread | None = None
-
-    def submit(self, function: Callable[..., None], *arguments: Any) -> None:
-        if self._thread is None:
-            self._thread = Thread(target=self._make_calls, daemon=True, name="wandb-sink")
-            self._thread.start()
-        self._calls.put(partial(function, *arguments))
-
-    def shutdown(self, limit_s: float | None = None) -> bool:
-        """Wait until all calls were made, and return False if they were not within the limit."""
-        if self._thread is None:
-            return True
-        self._calls.put(None)
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
-
-    def _make_calls(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-
-
 class WandbSink:
     """Sends a run to W&B: the figures of every step, and at the end charts of units and a table of events.
 
@@ -92,7 +66,9 @@ class WandbSink:
         self._num_promotions = self._last_step = 0
         self._run: Any = None
         self._gave_up = False
-        self._thread = _Sender()  # starts with the first row
+        self._calls: SimpleQueue[tuple[str, Callable[[], Any]] | None] = SimpleQueue()
+        # A daemon, unlike the threads of an executor: it does not keep the process alive.
+        self._thread = Thread(target=self._make_calls, daemon=True, name="wandb-sink")
 
     def start(self, info: RunInfo, config: dict[str, Any], header: dict[str, Any], mode: str) -> None:
         """Open the W&B run; its files go to wandb/ in the run's folder.
@@ -137,49 +113,48 @@ class WandbSink:
                 wandb.teardown()  # it still holds the run's id
                 self._run = _open(wandb, "offline", arguments)
             self._run.define_metric("*", step_metric="step")
+            self._thread.start()
 
     def resume(self, folder: Path, last_step: int) -> None:
         """Send the recorded steps up to `last_step` that W&B lacks.
 
         The thread reads the records, so that an error in them stops W&B and not the run.
         """
-        if self._run is not None:
-            self._thread.submit(self._resume, folder, last_step)
+        self._queue("resume", self._resume, folder, last_step)
 
     def _resume(self, folder: Path, last_step: int) -> None:
-        with self._tolerant("resume"):
-            first_step = self._run.step  # W&B has the steps before it; 0 offline
-            evals = {row["step"]: row for row in read_jsonl(folder / "eval.jsonl")}
-            promotions = Counter(row["step"] for row in read_jsonl(folder / "events.jsonl") if _is_promotion(row))
-            self._num_promotions += promotions[0]
-            recorded = recorded_units(folder)
-            units = next(recorded, None)
-            for row, _ in iter_jsonl(folder / "steps.jsonl"):
-                if self._run is None or (step := row["step"]) > last_step:
-                    return
-                while units is not None and units.step < step:
-                    units = next(recorded, None)
-                self._num_promotions += promotions[step]
-                metrics = self._step_metrics(row, units if units is not None and units.step == step else None)
-                if step >= first_step:
-                    self._run.log(metrics | (_eval_metrics(evals[step]) if step in evals else {}), step=step)
+        first_step = self._run.step  # W&B has the steps before it; 0 offline
+        evals = {row["step"]: row for row in read_jsonl(folder / "eval.jsonl")}
+        promotions = Counter(row["step"] for row in read_jsonl(folder / "events.jsonl") if _is_promotion(row))
+        self._num_promotions += promotions[0]
+        recorded = recorded_units(folder)
+        units = next(recorded, None)
+        for row, _ in iter_jsonl(folder / "steps.jsonl"):
+            if (step := row["step"]) > last_step:
+                return
+            while units is not None and units.step < step:
+                units = next(recorded, None)
+            self._num_promotions += promotions[step]
+            metrics = self._step_metrics(row, units if units is not None and units.step == step else None)
+            if step >= first_step:
+                self._run.log(metrics | (_eval_metrics(evals[step]) if step in evals else {}), step=step)
 
     def step(self, row: dict[str, Any], units: UnitRows | None = None) -> None:
         """Send a row of `STEP_FIELDS`, of every step; `units` is None for a run without units."""
-        self._submit(row["step"], lambda: self._step_metrics(row, units))
+        self._queue("log", lambda: self._run.log(self._step_metrics(row, units), step=row["step"]))
 
     def eval(self, row: dict[str, Any]) -> None:
         """Send a row of `EVAL_FIELDS`."""
-        self._submit(row["step"], lambda: _eval_metrics(row))
+        self._queue("log", lambda: self._run.log(_eval_metrics(row), step=row["step"]))
 
     def events(self, rows: list[dict[str, Any]]) -> None:
         """Count the promotions among rows of `EVENT_FIELDS`, of the step that was given last."""
-        if self._run is not None and (number := sum(map(_is_promotion, rows))):
-            self._thread.submit(self._count, number)
+        if number := sum(map(_is_promotion, rows)):
+            self._queue("log", self._count, number)
 
     def _count(self, number: int) -> None:
         self._num_promotions += number  # W&B puts the number into the row of the last step
-        self._log(self._last_step, lambda: {"recovery/promotions": self._num_promotions})
+        self._run.log({"recovery/promotions": self._num_promotions}, step=self._last_step)
 
     def finish(self, summary: dict[str, Any], events: list[dict[str, Any]], folder: Path) -> None:
         """Wait for queued rows and end the W&B run.
@@ -189,7 +164,7 @@ class WandbSink:
             events: rows of `EVENT_FIELDS`, sent as a table: the newest, if there are more than W&B takes.
             folder: the run folder, whose units.arrows the charts of units are made of.
         """
-        self._end(lambda: self._finish(summary, events, folder))
+        self._end(self._finish, summary, events, folder)
 
     def _finish(self, summary: dict[str, Any], events: list[dict[str, Any]], folder: Path) -> None:
         wandb = _wandb()
@@ -232,18 +207,14 @@ class WandbSink:
         """Close the run without `finish`, so that W&B marks it as failed; does nothing after `finish`."""
         self._end(lambda: self._run.finish(exit_code=1))
 
-    def _end(self, finish: Callable[[], None]) -> None:
-        """Make the queued calls and the last one, in the thread, because W&B's service may never answer."""
+    def _end(self, finish: Callable[..., None], *arguments: Any) -> None:
+        """Make the queued calls and the last one, with a limit, because W&B's service may never answer."""
         if self._run is None:
             return
-
-        def end() -> None:
-            if self._run is not None:  # else an earlier row failed
-                with self._tolerant("finish"):
-                    finish()
-
-        self._thread.submit(end)
-        if not self._thread.shutdown(_LIMIT_S) and self._run is not None:
+        self._queue("finish", finish, *arguments)
+        self._calls.put(None)
+        self._thread.join(_LIMIT_S)
+        if self._thread.is_alive() and self._run is not None:
             self._give_up(f"its service did not answer within {_LIMIT_S:.0f} s")
         self._run = None
 
@@ -255,14 +226,16 @@ class WandbSink:
             return f"W&B: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
         return f"W&B: {self._run.url}" if self._run.url else None  # WANDB_MODE=disabled has none
 
-    def _submit(self, step: int, metrics: Callable[[], dict[str, Any]]) -> None:
+    def _queue(self, doing: str, call: Callable[..., Any], *arguments: Any) -> None:
         if self._run is not None:
-            self._thread.submit(self._log, step, metrics)
+            self._calls.put((doing, partial(call, *arguments)))
 
-    def _log(self, step: int, metrics: Callable[[], dict[str, Any]]) -> None:
-        if self._run is not None:  # else an earlier row failed
-            with self._tolerant("log"):
-                self._run.log(metrics(), step=step)
+    def _make_calls(self) -> None:
+        while (queued := self._calls.get()) is not None:
+            doing, call = queued
+            if self._run is not None:  # else an earlier call failed
+                with self._tolerant(doing):
+                    call()
 
     def _step_metrics(self, row: dict[str, Any], units: UnitRows | None) -> dict[str, Any]:
         self._last_step, self._columns = row["step"], list(row["over"])
