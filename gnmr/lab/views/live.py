@@ -67,7 +67,11 @@ class LiveView:
         self._console = console or shared()
         self._log: TextIO | None = None
         if mode == "log":
-            mode, self._console = "plain", self._logging(folder)
+            mode, self._console = "plain", Console(quiet=True)  # if it cannot be written: the run does not depend on it
+            with suppress(OSError):
+                path = (folder or Path()) / LOG
+                self._log = open(path, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (until `stop`)
+                self._console = Console(file=self._log, width=100)
         if mode == "auto":
             mode = "picture" if self._console.is_terminal and not self._console.is_dumb_terminal else "plain"
         self._mode = mode
@@ -81,21 +85,18 @@ class LiveView:
         self._promotions_total = 0
         self._first: tuple[int, float] | None = None  # first step seen, and when it ended
 
-    def _logging(self, folder: Path | None) -> Console:
-        """A console on log.txt; one that is silent where that cannot be written: the run does not depend on it."""
-        with suppress(OSError):
-            self._log = open((folder or Path()) / LOG, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115 (until `stop`)
-            return Console(file=self._log, width=100)
-        return Console(quiet=True)
-
     def start(self, info: RunInfo) -> None:
         """Say what begins, or begin to draw the picture."""
         self._info = info
         if self._mode == "plain":
             self.say(_opening(info))
         if self._mode == "picture":
-            how: dict[str, Any] = {"refresh_per_second": _REFRESHES_PER_SECOND, "transient": True}
-            self._live = Picture(get_renderable=self._picture, console=self._console, **how)
+            self._live = Picture(
+                get_renderable=self._picture,
+                console=self._console,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+                transient=True,
+            )
             self._live.start()
 
     def step(self, row: dict[str, Any], units: UnitRows | None) -> None:
@@ -103,10 +104,10 @@ class LiveView:
         self._row, self._units, self._moves = row, units, {}
         if self._first is None:
             self._first = row["step"], time.monotonic()
-        if self._mode == "plain" and self._info is not None:
+        if self._mode == "plain" and (info := self._info) is not None:
             step = row["step"]
-            if step % _PLAIN_EVERY == 0 or step == self._info.total_steps:
-                self.say(self._step_line(row))
+            if step % _PLAIN_EVERY == 0 or step == info.total_steps:
+                self.say(self._step_line(info, row))
 
     def eval(self, row: dict[str, Any]) -> None:
         """A row of `EVAL_FIELDS`."""
@@ -130,17 +131,15 @@ class LiveView:
 
     @contextmanager
     def _reader_may_leave(self) -> Iterator[None]:
-        """Nobody reads any more (gnmr train | head, a closed terminal, a full disk): the files are the truth."""
+        """Go on in silence if nobody reads any more (gnmr train | head, a closed terminal, a full disk)."""
         try:
             yield
-        except BrokenPipeError:
-            if self._console is shared():
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and self._console is shared():
                 unread()
-            self._mode, self._console = "off", Console(quiet=True)
-        except OSError:
-            if self._log is None:
+            elif not isinstance(error, BrokenPipeError) and self._log is None:
                 raise
-            self._mode, self._console = "off", Console(quiet=True)  # a full disk: the records will say so
+            self._mode, self._console = "off", Console(quiet=True)  # the files are the truth
 
     def stop(self, summary: dict[str, Any] | None = None, where: list[str] | None = None) -> None:
         """Ends the picture and shows the summary (`SUMMARY_FIELDS`) and where to look next; may be called twice."""
@@ -164,17 +163,16 @@ class LiveView:
         pace = (time.monotonic() - self._first[1]) / (self._row["step"] - self._first[0])
         return pace * (self._info.total_steps - self._row["step"])
 
-    def _step_line(self, row: dict[str, Any]) -> str:
-        assert self._info is not None
-        texts = [f"step {row['step']}/{self._info.total_steps}", f"loss {row['loss']:.4f}"]
+    def _step_line(self, info: RunInfo, row: dict[str, Any]) -> str:
+        texts = [f"step {row['step']}/{info.total_steps}", f"loss {row['loss']:.4f}"]
         if row["bits_per_byte"] is not None:
             texts.append(f"{row['bits_per_byte']:.4f} bits/byte")
         texts.append(f"lr {row['lr']:.2e}")
         if self._eval:
             texts.append(f"ppl {self._eval['val_ppl']:.2f}")
-        if self._info.num_units:
+        if info.num_units:
             healing = row["num_active"] is None
-            texts.append("healing" if healing else f"recovery {row['num_active']}/{self._info.num_units}")
+            texts.append("healing" if healing else f"recovery {row['num_active']}/{info.num_units}")
         if row["nonfinite_total"]:
             texts.append(f"skipped {row['nonfinite_total']}")
         if row["tokens_per_s"] is not None:
@@ -244,7 +242,7 @@ def _unit_table(rows: UnitRows, moves: dict[str, str], narrow: bool, height: int
     risk = np.where(rows.observed, np.nan_to_num(rows.risk, nan=-1.0, posinf=np.inf), -np.inf)
     order = [i for i in np.argsort(-risk, kind="stable") if rows.observed[i] or rows.active[i]]
     inside = [i for i in order if rows.active[i]]
-    outside = sorted(set(order) - set(inside), key=lambda i: (moves.get(rows.units[i]) != "promote", order.index(i)))
+    outside = sorted((i for i in order if not rows.active[i]), key=lambda i: moves.get(rows.units[i]) != "promote")
     # At least two of either kind are listed, however low the terminal is.
     most = max(min(_MOST_SHOWN, height - _OTHER_LINES), 2)
     shown = [*inside[:most], *outside[: max(_UNITS_SHOWN - len(inside), 2)]]
