@@ -22,7 +22,7 @@ from gnmr.lab.data import packing, tokens
 from gnmr.lab.data.batch import IGNORED, Batch
 from gnmr.lab.data.cache import Documents, TokenCorpus
 from gnmr.lab.data.packing import PackedSequences, packed_validation
-from gnmr.lab.data.tokens import prepare_packed
+from gnmr.lab.data.tokens import prepare
 
 Make = Callable[..., DataConfig]
 PAIRS = [("a b", "c"), ("d", "e f g h i j e"), ("a", "b"), ("a b c d e f g", "h"), ("c", "d")]
@@ -41,10 +41,10 @@ def five(config: Make, tmp_path: Path) -> Callable[..., DataConfig]:
     return lambda **changes: config(**({"name": "instructions", "path": str(tmp_path / "five")} | changes))
 
 
-def build(config: DataConfig, checkpoint: Path | None) -> tuple[TokenCorpus, list[str]]:
+def build(config: DataConfig, checkpoint: Path) -> tuple[TokenCorpus, list[str]]:
     """The examples and what was said."""
     said: list[str] = []
-    return prepare_packed(config, 1000, said.append, checkpoint), said
+    return prepare(config, 1000, said.append, checkpoint), said
 
 
 def in_order(documents: Documents, seq_len: int) -> tuple[Batch, PackedSequences]:
@@ -216,7 +216,7 @@ def test_a_limit_keeps_the_document_that_reaches_it(five: Make, checkpoint: Path
     streamed = replace(tokens.open_corpus(five()), streamed=True)
     monkeypatch.setattr(tokens, "open_corpus", lambda config, tell: streamed)
     for needed, number in ((5, 1), (6, 2), (15, 2), (16, 3), (100, 5)):
-        assert len(prepare_packed(five(), needed, len, checkpoint).train.borders) == number
+        assert len(prepare(five(), needed, len, checkpoint).train.borders) == number
 
 
 def test_control_tokens_in_an_example_are_text(config: Make, checkpoint: Path, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_real_gsm8k(config: Make, tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     folder = shared_data("gsm8k")
-    corpus, _said = build(config(name="gsm8k", path=str(folder), tokenizer=str(tmp_path / "tokenizer.json")), None)
+    corpus, _said = build(config(name="gsm8k", path=str(folder)), tmp_path)
     batch, sequences = in_order(corpus.train, 1024)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     answers = [f" {row['answer']}" for number, row in enumerate(rows, start=1) if number % 20]
@@ -299,8 +299,6 @@ def test_bad_tokenizers_are_one_line(
 
 
 def test_too_little_is_one_line(five: Make, checkpoint: Path, config: Make, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^data\.tokenizer=null"):
-        build(five(), None)
     corpus, _said = build(five(), checkpoint)
     assert PackedSequences(corpus.train, 28, 0).num_sequences == 1
     with pytest.raises(UserError, match=r"^training\.seq_len=29: the training examples have 28 tokens"):

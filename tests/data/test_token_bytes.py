@@ -13,7 +13,7 @@ TEXT = "def f(x):\n    return x  # naïve – 東京\n" * 3
 def test_tokens_of_a_byte_level_vocabulary_spell_every_text() -> None:
     tokenizer = bpe.train(iter([TEXT]), 320)
     table = bpe.token_bytes(tokenizer)
-    assert table is not None and table[bpe.end_token(tokenizer)] == 0
+    assert table is not None and table[bpe.end_token(tokenizer, "")] == 0
     for text in (TEXT, "never seen: ßø 한국어 🙂"):
         assert table[tokenizer.encode(text).ids].sum() == len(text.encode())
 

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +48,12 @@ def test_lines_about_a_text_of_one_document(config: Make, tmp_path: Path, monkey
 
 
 def test_a_path_that_the_library_does_not_read_is_a_warning(config: Make, monkeypatch) -> None:
-    monkeypatch.setattr(tokens, "_prepared", lambda *_, **__: None)
-    with pytest.warns(UserWarning, match=r"data.path=a.txt: has no effect, because data.name=stdlib"):
-        tokens.prepare(config(name="stdlib", path="a.txt"), 100, lambda _: None)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": "nowhere"})
+    with (
+        pytest.warns(UserWarning, match=r"data.path=a.txt: has no effect, because data.name=stdlib"),
+        pytest.raises(UserError, match=r"^data.name=stdlib: nowhere holds no .py files"),
+    ):
+        build(config(name="stdlib", path="a.txt"))
 
 
 def test_the_tokenizer_sees_training_documents_alone(config: Make, tmp_path: Path) -> None:

@@ -134,8 +134,6 @@ def open_folder(folder: Path) -> TokenCorpus:
         if meta["fingerprint"] != _fingerprint(meta):
             raise Corrupt(f"{META} does not match its fingerprint")
         vocab_size, end_token, dtype, files = meta["vocab_size"], meta["end_token"], meta["dtype"], meta["files"]
-        if dtype not in ("<u2", "<u4") or not 0 <= end_token < vocab_size <= 2**32:
-            raise Corrupt(f"{META} describes no tokens")
         for name in (TOKENIZER, TRAIN, VAL, *files):
             if _recorded(folder / name) != files[name]:
                 raise Corrupt(f"{name} does not match its checksum")
@@ -163,12 +161,14 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
 
     Raises UserError if the cache cannot be read or written, before `build` is called. No files remain after an error.
     """
+    corrupt = False
     try:
         return open_folder(folder)
     except FileNotFoundError:
         pass
     except Corrupt as reason:
         say(f"token cache is corrupt ({reason}); rebuilding {folder}")
+        corrupt = True
     cache, hidden = folder.parent, f".{folder.name}-"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -178,17 +178,16 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
                 if time.time() - newest > ABANDONED_AFTER:
                     shutil.rmtree(abandoned, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=hidden, dir=cache, ignore_cleanup_errors=True) as temporary:
+            # Moved before the long build, because the folder of another user may not be (sticky bit).
+            if corrupt:
+                with suppress(FileNotFoundError):  # another process was faster
+                    shutil.move(folder, Path(temporary, "corrupt"))
             new = Path(temporary, "new")
             new.mkdir()  # the permissions of the temporary folder would exclude other users of a shared cache
-            # Another process may build the same folder: look before the long build, and again after it.
-            if (corpus := _opened_or_moved(folder, Path(temporary, "before"))) is not None:
-                return corpus
             build(new)
-            if (corpus := _opened_or_moved(folder, Path(temporary, "after"))) is not None:
-                return corpus
             try:
                 new.rename(folder)
-            except OSError:  # another process was faster
+            except OSError:  # another process has built the same folder
                 if not folder.is_dir():
                     raise
         return open_folder(folder)
@@ -199,21 +198,6 @@ def open_or_build(folder: Path, build: Callable[[Path], None], say: Callable[[st
             f"GNMR_CACHE={cache}: cannot be written ({error.strerror or error}); "
             "set GNMR_CACHE to a folder with room, in which you may write"
         ) from error
-
-
-def _opened_or_moved(folder: Path, aside: Path) -> TokenCorpus | None:
-    """Return the corpus if another process has built it; move a corrupt folder `aside` and return None.
-
-    Raises OSError if the folder may not be moved, as that of another user in a folder with the sticky bit.
-    """
-    try:
-        return open_folder(folder)
-    except FileNotFoundError:
-        pass
-    except Corrupt:
-        with suppress(FileNotFoundError):
-            shutil.move(folder, aside)
-    return None
 
 
 def seal(folder: Path, vocab_size: int, end_token: int, dtype: np.dtype) -> None:

@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from glob import escape
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from gnmr.errors import UserError
 from gnmr.lab.config import DataConfig
@@ -79,14 +79,8 @@ class Hub(NamedTuple):
 HUBS = {"c4": Hub("allenai/c4", "en", "*.json.gz"), "gsm8k": Hub("openai/gsm8k", "main", "*.parquet")}
 
 
-class Row(NamedTuple):
-    """A row of a data set: its file and number for messages, and its cells by column."""
-
-    where: str
-    cells: dict[str, Any]
-
-
-Rows = Generator[Row, None, None]
+Rows: TypeAlias = Generator[tuple[str, dict[str, Any]], None, None]
+"""Rows of a data set: each one's file and number for messages, and its cells by column."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +129,6 @@ class Corpus:
     """The items that `read` has skipped so far."""
 
 
-@dataclass(frozen=True)
-class LocalFiles:
-    """Files of a corpus and their splits."""
-
-    where: str
-    """The key and value that select the files, for messages."""
-    splits: dict[str, list[Path]]
-    """{"train": files, "validation": files}, sorted. Without validation files, the contents of the files are split."""
-    summary: str
-    identity: str
-    """Changes with the name, content or split of any file."""
-
-
 def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> Corpus:
     """Return the corpus that `config` names.
 
@@ -159,17 +140,19 @@ def open_corpus(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         UserError: With one line, if there is no such corpus.
     """
     skipped, prompted, hub = Skipped(), config.name in PROMPTED, HUBS.get(config.name)
+    where = f"data.name={config.name}"
     if hub is not None and config.path is None:
-        where, summary, source = f"data.name={config.name}", f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}"
+        summary, source, streamed = f"{hub.name} {hub.config}", f"{hub.name}/{hub.config}", config.name == "c4"
         # The other split of gsm8k is the test split, so its rows are split here.
-        by_name, streamed = not prompted, config.name == "c4"
+        by_name = not prompted
         rows_of: Callable[[str], Iterator[Rows]] = lambda split: iter([hub_rows(config.name, split)])
     else:
-        local = library_files(tell) if config.name == "stdlib" else local_files(config, tell)
-        where, summary, source, streamed = local.where, local.summary, local.identity, False
-        # Without validation files, the rows are split.
-        by_name = bool(local.splits[VALIDATION])
-        rows_of = lambda split: (file_rows(file, config) for file in local.splits[split])
+        if config.name != "stdlib":
+            where = f"data.path={config.path}"
+        folder, splits, summary = library_files() if config.name == "stdlib" else local_files(config)
+        source, streamed = _identity(folder, splits, where, tell), False
+        by_name = bool(splits[VALIDATION])  # without validation files, the rows are split
+        rows_of = lambda split: (file_rows(folder / name, config) for name in splits[split])
 
     def read(split: str) -> Iterator[Example]:
         of_rows = _prompted if prompted else _plain
@@ -206,7 +189,7 @@ def _read(before: str, after: str, where: str, *source: str, **options: Any) -> 
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         stream = datasets.load_dataset(*source, split=options.pop("split", TRAIN), streaming=True, **options)
         for number, cells in enumerate(stream, start=1):
-            yield Row(f"{where}: row {number}", cells)
+            yield f"{where}: row {number}", cells
     except Exception as error:  # network, gzip, JSON, Arrow: many libraries without a common base class
         raise UserError(f"{before} ({first_line(error)}){after}") from error
     finally:  # Arrow threads of a stream that outlives its reader may abort Python at exit (apache/arrow#45214)
@@ -253,7 +236,7 @@ def file_rows(file: Path, config: DataConfig) -> Rows:
     if name.endswith(_TEXT):
         # Some sources of the standard library are in other encodings.
         text = raw.decode("utf-8-sig", "replace") if config.name == "stdlib" else utf8(raw, f"{file}:")
-        yield Row(str(file), {config.text_column: text})
+        yield str(file), {config.text_column: text}
         return
     kind = "parquet" if name.endswith(".parquet") else "json"
     yield from _read(f"{file}: cannot be read", "", str(file), kind, data_files=escape(str(file.absolute())))
@@ -291,46 +274,47 @@ def utf8(raw: bytes, where: str, *, plain: bool = False) -> str:
 def _plain(rows: Rows, config: DataConfig, skipped: Skipped) -> Iterator[Example]:
     """Yield the documents of one file or data set, and count the rows without text."""
     blank = 0
-    for number, row in enumerate(rows):
+    for number, (where, cells) in enumerate(rows):
         if number == 0:
-            _check_column(row, config.text_column)
-        if (text := _text(row, config.text_column, optional=True)).strip():
+            _check_column(where, cells, config.text_column)
+        if (text := _text(where, cells, config.text_column, optional=True)).strip():
             yield Example("", text)
         else:
             blank += 1
-            skipped.note("document{s} without text", row.where.partition(": row ")[0], blank)
+            skipped.note("document{s} without text", where.partition(": row ")[0], blank)
 
 
 def _prompted(rows: Rows, config: DataConfig, skipped: Skipped) -> Iterator[Example]:
     """Yield the prompts and answers of one file or data set."""
-    for row in rows:
+    for where, cells in rows:
         if config.name == "gsm8k":
-            yield Example(f"Question: {_text(row, 'question')}\nAnswer:", f" {_text(row, 'answer')}")
+            question, answer = (_text(where, cells, column) for column in ("question", "answer"))
+            yield Example(f"Question: {question}\nAnswer:", f" {answer}")
             continue
         for column in (config.prompt_column, config.response_column, config.input_column):
             if column is not None:
-                _check_column(row, column)
-        prompt = _text(row, config.prompt_column)
+                _check_column(where, cells, column)
+        prompt = _text(where, cells, config.prompt_column)
         if config.input_column is not None:
-            prompt += _spaced(prompt, _text(row, config.input_column, optional=True))
-        yield Example(prompt, _spaced(prompt, _text(row, config.response_column)))
+            prompt += _spaced(prompt, _text(where, cells, config.input_column, optional=True))
+        yield Example(prompt, _spaced(prompt, _text(where, cells, config.response_column)))
 
 
-def _check_column(row: Row, column: str) -> None:
-    if column not in row.cells:
-        raise UserError(f"{row.where}: no column {column!r}; data.columns must be of {named(row.cells)}")
+def _check_column(where: str, cells: dict[str, Any], column: str) -> None:
+    if column not in cells:
+        raise UserError(f"{where}: no column {column!r}; data.columns must be of {named(cells)}")
 
 
-def _text(row: Row, column: str, optional: bool = False) -> str:
+def _text(where: str, cells: dict[str, Any], column: str, optional: bool = False) -> str:
     """Return the text in `column`, or "" for an `optional` one that is empty. Raises UserError if there is no text."""
-    if column not in row.cells and not optional:
-        raise UserError(f"{row.where}: no column {column!r}; it has {named(row.cells)}")
-    value = row.cells.get(column)
+    if column not in cells and not optional:
+        raise UserError(f"{where}: no column {column!r}; it has {named(cells)}")
+    value = cells.get(column)
     if value is None and optional:
         return ""
     if not isinstance(value, str):
         kind = "nothing" if value is None else type(value).__name__
-        raise UserError(f"{row.where}: column {column!r} holds {kind}; it needs text")
+        raise UserError(f"{where}: column {column!r} holds {kind}; it needs text")
     return value
 
 
@@ -364,26 +348,28 @@ def every_twentieth(examples: Iterator[Example], by_text: bool) -> Iterator[tupl
 # ---- files ----
 
 
-def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
-    """Return the files below data.path and their splits, and report progress to `tell`. All files are read and hashed.
+Splits: TypeAlias = dict[str, list[str]]
+"""{"train": names, "validation": names} of files below a folder, sorted. Without validation files, rows are split."""
+
+
+def local_files(config: DataConfig) -> tuple[Path, Splits, str]:
+    """Return the folder of data.path, the files below it by split, and what is read, for the progress line.
 
     Raises UserError if there are no training files.
     """
     assert config.path is not None
-    where, path = f"data.path={config.path}", user_path("data.path", config.path)
-    of_clone = config.name in HUBS and (path / HUBS[config.name].config).is_dir()
-    if of_clone:
-        path = path / HUBS[config.name].config  # a clone of the hub's repository also holds other configurations
+    where, path = f"data.path={config.path}", Path(config.path).expanduser()
     try:
+        of_clone = config.name in HUBS and (path / HUBS[config.name].config).is_dir()
+        if of_clone:
+            path = path / HUBS[config.name].config  # a clone of the hub's repository also holds other configurations
         names, not_read = _below(path, where)
-        usable = [name for name in names if config.name != "gsm8k" or not _IS_TEST.search(name)]
-        if not usable:
-            raise UserError(f"{where}: holds the test split alone, which gsm8k keeps for scores; add train*")
-        splits = _split_by_name(usable, where)
-        folder = path if path.is_dir() else path.parent
-        identity = _identity(folder, splits, where, tell)
     except OSError as error:
         raise UserError(f"{where}: {error.filename or ''}: cannot be read ({error.strerror or error})") from error
+    usable = [name for name in names if config.name != "gsm8k" or not _IS_TEST.search(name)]
+    if not usable:
+        raise UserError(f"{where}: holds the test split alone, which gsm8k keeps for scores; add train*")
+    splits = _split_by_name(usable, where)
     train, validation = splits[TRAIN], splits[VALIDATION]
     summary = f"training files: {len(train)}, "
     summary += f"validation files: {len(validation)}" if validation else _validation_by_content(config, train)
@@ -391,8 +377,7 @@ def local_files(config: DataConfig, tell: Callable[[str], None] = lambda _: None
         summary += f"; left out because there are files named train: {named(left_out)}"
     if of_clone:
         summary += f"; of the folder {path.name} alone"
-    files = {split: [folder / name for name in names] for split, names in splits.items()}
-    return LocalFiles(where, files, summary + _not_read(not_read), identity)
+    return path if path.is_dir() else path.parent, splits, summary + _not_read(not_read)
 
 
 def _validation_by_content(config: DataConfig, names: list[str]) -> str:
@@ -405,34 +390,37 @@ def _validation_by_content(config: DataConfig, names: list[str]) -> str:
     return f"validation: every {ONE_IN}th document (of fewer than {ONE_IN}, {share})"
 
 
-def library_files(tell: Callable[[str], None] = lambda _: None) -> LocalFiles:
-    """Return the source files of this Python's standard library and their splits."""
-    where, root = "data.name=stdlib", Path(sysconfig.get_paths()["stdlib"])
+def library_files() -> tuple[Path, Splits, str]:
+    """Return the folder of this Python's standard library, its source files by split, and a summary."""
+    root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for folder, children, files in os.walk(root):  # pruned, because site-packages may be far larger than the library
         children[:] = [child for child in children if child not in _NOT_LIBRARY]
-        below, sources = Path(folder).relative_to(root), (file for file in files if os.path.splitext(file)[1] == ".py")
-        names += [(below / file).as_posix() for file in sources if os.path.isfile(os.path.join(folder, file))]
+        sources = (Path(folder, file) for file in files if file.endswith(".py"))
+        names += [file.relative_to(root).as_posix() for file in sources if file.is_file()]
     if not names:
-        raise UserError(f"{where}: {root} holds no .py files; use data.name=text data.path=FOLDER")
-    splits: dict[str, list[str]] = {TRAIN: [], VALIDATION: []}
+        raise UserError(f"data.name=stdlib: {root} holds no .py files; use data.name=text data.path=FOLDER")
+    splits: Splits = {TRAIN: [], VALIDATION: []}
     for name in sorted(names):
         # A hash of the name keeps a file's split when other files come or go.
         held_out = int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0
         splits[VALIDATION if held_out else TRAIN].append(name)
-    paths_of = {split: [root / name for name in names] for split, names in splits.items()}
-    return LocalFiles(where, paths_of, f"{len(names)} files of {root}", _identity(root, splits, where, tell))
+    return root, splits, f"{len(names)} files of {root}"
 
 
-def _identity(folder: Path, splits: dict[str, list[str]], where: str, tell: Callable[[str], None]) -> str:
-    seen = hashlib.sha256()
+def _identity(folder: Path, splits: Splits, where: str, tell: Callable[[str], None]) -> str:
+    """Return a digest that changes with the name, content or split of any file; reports progress to `tell`."""
+    digests = hashlib.sha256()
     for split, names in splits.items():
         for name in names:
             tell(f"comparing {where} with the token cache: {named([name])}")
             path = folder / name
-            digest = sha256(path.resolve() if path.is_symlink() else path)
-            seen.update(os.fsencode(f"{split}\0{name}\0{digest}\0"))
-    return seen.hexdigest()
+            try:
+                digest = sha256(path.resolve() if path.is_symlink() else path)
+            except OSError as error:
+                raise UserError(f"{where}: {path}: cannot be read ({error.strerror or error})") from error
+            digests.update(os.fsencode(f"{split}\0{name}\0{digest}\0"))
+    return digests.hexdigest()
 
 
 def _below(path: Path, where: str) -> tuple[list[str], list[str]]:
@@ -484,7 +472,7 @@ def _kind_of_records(folder: Path) -> str | None:
     return next((kind for marker, kind in _RECORDS.items() if marker in names), None)
 
 
-def _split_by_name(names: list[str], where: str) -> dict[str, list[str]]:
+def _split_by_name(names: list[str], where: str) -> Splits:
     """Return the names by split. Without validation names, the documents are split instead of the files."""
     if len(names) == 1:
         return {TRAIN: names, VALIDATION: []}  # a single file is the corpus, whatever its name
@@ -500,15 +488,3 @@ def named(names: Iterable[str]) -> str:
     """Return at most ten names of columns or files for a message. Long names are cut, unprintable ones quoted."""
     shown = [name if name.isprintable() else repr(name) for name in (f"{name:.60}" for name in names)]
     return ", ".join(shown[:10]) + ", ..." * (len(shown) > 10)
-
-
-def user_path(key: str, text: str) -> Path:
-    """Return the path that the user gave as `key`. Raises UserError for an invalid path."""
-    try:
-        path = Path(text).expanduser()
-        path.exists()
-        return path
-    except RuntimeError as error:  # ~ without HOME, or for an unknown user
-        raise UserError(f"{key}={text}: {error} Give an absolute path") from error
-    except OSError as error:
-        raise UserError(f"{key}={text}: {error.strerror or error}") from error

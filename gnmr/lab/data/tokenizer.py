@@ -59,15 +59,16 @@ def read(path: Path, where: str) -> tuple[bytes, str | None]:
     `path` is a tokenizer.json, or the folder of a checkpoint of transformers. Raises UserError, which begins with
     `where`.
     """
-    file = path / FILE if path.is_dir() else path
-    if not file.is_file():
-        pieces = (path / "tokenizer.model").exists()
-        needs = " from its tokenizer.model, with the packages sentencepiece and protobuf installed" * pieces
-        raise UserError(
-            f"{where}: there is no {FILE}; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
-            f"transformers writes one{needs}"
-        )
     try:
+        file = path / FILE if path.is_dir() else path
+        if not file.is_file():
+            needs = ""
+            if (path / "tokenizer.model").exists():
+                needs = " from its tokenizer.model, with the packages sentencepiece and protobuf installed"
+            raise UserError(
+                f"{where}: there is no {FILE}; AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of "
+                f"transformers writes one{needs}"
+            )
         content = file.read_bytes()
     except OSError as error:
         raise UserError(f"{where}: cannot be read ({error.strerror})") from error
@@ -88,11 +89,10 @@ def _named_end(file: Path) -> str | None:
         raise UserError(f"{file}: cannot be read as a tokenizer's settings ({error})") from error
 
 
-def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
+def load(content: bytes, where: str) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, without truncation and padding. Errors refer to it as `where`.
 
-    Control tokens in a text count as text, see `encode`. `end` is the name of the end token. If it is None, it is one
-    of `ACCEPTED_ENDS`.
+    Control tokens in a text count as text, see `encode`.
     """
     from tokenizers import Tokenizer
 
@@ -103,35 +103,31 @@ def load(content: bytes, where: str, end: str | None = None) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    ends = ACCEPTED_ENDS if end is None else (end,)
-    if all(tokenizer.token_to_id(end) is None for end in ends):
-        raise UserError(f"{where}: has no end-of-text token; one of {', '.join(ends)} must be in it")
     return tokenizer
 
 
-def end_token(tokenizer: Tokenizer, end: str | None = None) -> int:
-    """Return the id of the token that follows each document. See `load` for `end`."""
-    ends = ACCEPTED_ENDS if end is None else (end,)
-    return next(number for end in ends if (number := tokenizer.token_to_id(end)) is not None)
+def end_token(tokenizer: Tokenizer, where: str, end: str | None = None) -> int:
+    """Return the id of the token that follows each document.
 
+    Args:
+        tokenizer: Any tokenizer.
+        where: The beginning of the message.
+        end: The name of the end token. If None, it is one of `ACCEPTED_ENDS`.
 
-def begin_token(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the first token that the tokenizer puts before a text, or None; see `begin_tokens`."""
-    return next(iter(begin_tokens(tokenizer)), None)
-
-
-def begin_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of the tokens that the tokenizer puts before a text: none, one, or two as those of GLM.
-
-    A "bos_token" that a checkpoint names does not count, because GPT-2 and others name one that training never used.
-    `tokenizer` has no truncation and no padding.
+    Raises:
+        UserError: If the tokenizer has no such token.
     """
-    return tokens_around(tokenizer)[0]
+    ends = ACCEPTED_ENDS if end is None else (end,)
+    ids = [number for name in ends if (number := tokenizer.token_to_id(name)) is not None]
+    if not ids:
+        raise UserError(f"{where}: has no end-of-text token; one of {', '.join(ends)} must be in it")
+    return ids[0]
 
 
 def tokens_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Return the ids of the tokens that the tokenizer puts before and after a text, as BERT's [CLS] and [SEP].
 
+    A "bos_token" that a checkpoint names does not count, because GPT-2 and others name one that training never used.
     `tokenizer` has no truncation and no padding.
     """
     encoding = tokenizer.encode("", add_special_tokens=False)

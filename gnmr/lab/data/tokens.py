@@ -23,7 +23,7 @@ from gnmr.lab.config import DataConfig
 from gnmr.lab.data import cache
 from gnmr.lab.data import tokenizer as bpe
 from gnmr.lab.data.cache import TokenCorpus
-from gnmr.lab.data.corpora import PROMPTED, TRAIN, VALIDATION, Corpus, open_corpus, user_path
+from gnmr.lab.data.corpora import PROMPTED, TRAIN, VALIDATION, Corpus, open_corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,13 +36,17 @@ BATCH = 2_000_000  # characters encoded per call, which takes about a second on 
 SAY_EVERY = 2.0  # minimum seconds between two progress lines
 
 
-def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) -> TokenCorpus:
+def prepare(
+    config: DataConfig, needed_tokens: int, say: Callable[[str], None], checkpoint: Path | None = None
+) -> TokenCorpus:
     """Return the tokens of the corpus, from the cache or newly built.
 
     Args:
-        config: Selects the corpus and the tokenizer.
+        config: Selects the corpus, and the tokenizer unless there is a checkpoint.
         needed_tokens: Training tokens that the run reads. They limit a corpus that is streamed from the hub.
         say: Receives progress lines.
+        checkpoint: A folder with the tokenizer.json of a model that is fine-tuned. The corpus then consists of
+            `Documents` in its tokens, of which the last one is complete in spite of the limit.
 
     Raises:
         UserError: With one line, if the corpus or the tokenizer cannot be used.
@@ -53,33 +57,14 @@ def prepare(config: DataConfig, needed_tokens: int, say: Callable[[str], None]) 
             "data.name=text",
             stacklevel=2,
         )
-    if config.name in PROMPTED:
+    packed = checkpoint is not None
+    if config.name in PROMPTED and not packed:
         raise UserError(f"data.name={config.name}: prompts and answers fine-tune a checkpoint; use text for plain text")
-    needed = needed_tokens + needed_tokens // 100 + 1  # + 1: the last sequence's last target
-    return _prepared(config, needed, say, packed=False, checkpoint=None)
-
-
-def prepare_packed(
-    config: DataConfig, needed_tokens: int, say: Callable[[str], None], checkpoint: Path | None = None
-) -> TokenCorpus:
-    """Return the tokenized examples (`Documents`), from the cache or newly built, like `prepare`.
-
-    `checkpoint` is a folder with a tokenizer.json. `data.tokenizer`, such a file or folder, takes precedence. The
-    document that reaches the limit is kept complete.
-    """
-    if config.tokenizer is None and checkpoint is None:
-        raise UserError(f"data.tokenizer=null: {config.name} needs a tokenizer.json or a checkpoint's folder here")
-    needed = needed_tokens + needed_tokens // 100
-    return _prepared(config, needed, say, packed=True, checkpoint=checkpoint)
-
-
-def _prepared(
-    config: DataConfig, needed: int, say: Callable[[str], None], packed: bool, checkpoint: Path | None
-) -> TokenCorpus:
+    needed = needed_tokens + needed_tokens // 100 + (not packed)  # the last sequence's last target is one more
     cache_folder = cache.cache_folder()
     path, where = checkpoint, str(checkpoint)
-    if config.tokenizer is not None:
-        path, where = user_path("data.tokenizer", config.tokenizer), f"data.tokenizer={config.tokenizer}"
+    if checkpoint is None and config.tokenizer is not None:
+        path, where = Path(config.tokenizer).expanduser(), f"data.tokenizer={config.tokenizer}"
     progress = Progress(say)
     corpus = open_corpus(config, progress)
     content, end = (None, None) if path is None else bpe.read(path, where)
@@ -87,8 +72,8 @@ def _prepared(
     trained = [config.vocab_size, TOKENIZER_BYTES]
     vocabulary = trained if content is None else hashlib.sha256(content).hexdigest()
     # The key covers everything that determines the tokens, so a folder with this name needs no comparison.
-    key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit]
-    digest = hashlib.sha256(json.dumps([*key, packed and config.answers_only]).encode()).hexdigest()[:16]
+    key = [CACHE_VERSION, config.name, packed, corpus.identity, vocabulary, end, limit, packed and config.answers_only]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
     def build(folder: Path) -> None:
         progress.begin(f"preparing {corpus.where}: {corpus.summary}")
@@ -96,9 +81,9 @@ def _prepared(
             progress.begin(f"training the tokenizer: vocabulary of {config.vocab_size} at most")
             tokenizer = bpe.train(_training_text(corpus, TOKENIZER_BYTES, progress), config.vocab_size)
         else:
-            tokenizer = bpe.load(content, where, end)
+            tokenizer = bpe.load(content, where)
         (folder / cache.TOKENIZER).write_bytes(content or tokenizer.to_str(pretty=True).encode())
-        encoder = Encoder(tokenizer, where, bpe.end_token(tokenizer, end), limit, packed, config.answers_only)
+        encoder = Encoder(tokenizer, where, bpe.end_token(tokenizer, where, end), limit, packed, config.answers_only)
         written = encoder.write(folder, corpus, progress)
         if open_corpus(config, progress).identity != corpus.identity:  # the tokens would get another corpus's key
             raise UserError(f"{corpus.where}: changed while it was read; run the command again")
@@ -159,28 +144,23 @@ class Encoder:
         """Write the files of both splits and meta.json, and return the numbers of documents and tokens as text."""
         # Otherwise each process that is forked later (data loaders, W&B) would print a warning about Rust threads.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        begin = bpe.begin_token(self.tokenizer) if self.packed else None
-        vocab_size = max(bpe.vocab_size(self.tokenizer), -1 if begin is None else begin + 1)  # begin may lie outside
+        # The first of those that the tokenizer puts before a text: GLM has two. Its id may lie outside the vocabulary.
+        begin = bpe.tokens_around(self.tokenizer)[0][:1] if self.packed else []
+        vocab_size = max(bpe.vocab_size(self.tokenizer), *(number + 1 for number in begin), 0)
         dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
         kind, lines = "examples" if self.packed else "documents", []
         validation = None if self.limit is None else LIMITED_VAL_TOKENS
         for split, file, most in ((TRAIN, cache.TRAIN, self.limit), (VALIDATION, cache.VAL, validation)):
             progress.begin(f"tokenizing {split} {kind}")
-            borders, documents, written, inside = array("q"), 0, 0, False
-            # Each document is [begin token] ids [end token]. A long one arrives in pieces, of which the last ends it.
+            borders, documents, written = array("q"), 0, 0
             with (folder / file).open("wb") as ids_file:
-                for ids, prompt, is_last in self._encoded(corpus, split):
-                    if not inside:
-                        ids = ids if begin is None else [begin, *ids]
-                        before = prompt and prompt + (begin is not None)
-                    ids = [*ids, self.end] if is_last else ids
+                for ids, before, is_last in self._encoded(corpus, split, begin):
                     ids = ids if most is None or self.packed else ids[: most - written]
                     ids_file.write(np.asarray(ids, dtype=dtype).tobytes())
-                    written, documents, inside = written + len(ids), documents + is_last, not is_last
-                    if is_last and self.packed:
+                    written, documents = written + len(ids), documents + is_last
+                    if is_last:
                         borders.extend([written, before if self.answers_only else 0])
-                    begun = documents + inside
-                    progress(f"tokenizing {split} {kind}: {begun:,} with {written:,} tokens")
+                    progress(f"tokenizing {split} {kind}: {documents + (not is_last):,} with {written:,} tokens")
                     if most is not None and written >= most and (is_last or not self.packed):
                         break
             if written == 0:
@@ -192,38 +172,46 @@ class Encoder:
         cache.seal(folder, vocab_size, self.end, dtype)
         return ", ".join(lines)
 
-    def _encoded(self, corpus: Corpus, split: str) -> Iterator[tuple[list[int], int, bool]]:
-        """Yield (token ids, tokens of the prompt, whether they end their example), encoding several examples at a time.
+    def _encoded(self, corpus: Corpus, split: str, begin: list[int]) -> Iterator[tuple[list[int], int, bool]]:
+        """Yield (token ids, their number before the first target, whether they end their document).
 
-        A long text without a prompt is split into pieces.
+        A document is `begin`, its ids, and the end token. A long one without a prompt arrives in pieces. Several
+        documents are encoded at a time.
         """
         controls = bpe.Controls.of(self.tokenizer, self.end)
-        batch: list[tuple[str, int, bool]] = []
+        batch: list[tuple[str, int, bool, bool]] = []  # text, characters of the prompt, begins and ends its document
         size = written = 0
         for example in corpus.read(split):
             texts = [(example.prompt + example.answer, True)] if example.prompt else pieces(example.answer)
-            for text, is_last in texts:
-                if number := len(controls.written.findall(text)):
-                    written += number
+            for number, (text, is_last) in enumerate(texts):
+                if in_text := len(controls.written.findall(text)):
+                    written += in_text
                     corpus.skipped.note("control token{s} in the text, read as text", split, written)
-                batch.append((text, len(example.prompt), is_last))
+                batch.append((text, len(example.prompt), number == 0, is_last))
                 size += len(text)
                 if size >= BATCH:
-                    yield from self._encode(batch, controls)
+                    yield from self._encode(batch, controls, begin)
                     batch, size = [], 0
-        yield from self._encode(batch, controls)
+        yield from self._encode(batch, controls, begin)
 
     def _encode(
-        self, batch: list[tuple[str, int, bool]], controls: bpe.Controls
+        self, batch: list[tuple[str, int, bool, bool]], controls: bpe.Controls, begin: list[int]
     ) -> Iterator[tuple[list[int], int, bool]]:
-        with_prompts = any(prompt for _, prompt, _ in batch)
-        texts = [text for text, _, _ in batch]
+        with_prompts = any(prompt for _, prompt, *_ in batch)
+        texts = [text for text, *_ in batch]
         encodings = bpe.encode(self.tokenizer, texts, self.where, controls, offsets=with_prompts)
-        for encoding, (_, prompt, is_last) in zip(encodings, batch, strict=True):
+        for encoding, (_, prompt, is_first, is_last) in zip(encodings, batch, strict=True):
+            before = 0
             if prompt:  # a token that contains any of the answer belongs to the answer
                 stops = (place for place, (_, stop) in enumerate(encoding.offsets) if stop > prompt)
-                prompt = next(stops, len(encoding))
-            yield encoding.ids, prompt, is_last
+                before = next(stops, len(encoding))
+                before += len(begin) if before else 0
+            ids = encoding.ids
+            if is_first:
+                ids = [*begin, *ids]
+            if is_last:
+                ids = [*ids, self.end]
+            yield ids, before, is_last
 
 
 def pieces(text: str) -> Iterator[tuple[str, bool]]:

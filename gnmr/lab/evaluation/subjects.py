@@ -171,11 +171,12 @@ def _run(folder: Path, device: torch.device) -> Subject:
     model = models.build_empty(config.model, corpus.vocab_size, config.training.seq_len)
     model.to(getattr(torch, config.training.dtype)).to_empty(device=device)
     facts = _facts(config, model, None) | {"step": load_model(folder / "checkpoints", model, None)}
+    where = str(corpus.tokenizer_path)
     try:
-        tokenizer = bpe.load(corpus.tokenizer_path.read_bytes(), str(corpus.tokenizer_path))
+        tokenizer = bpe.load(corpus.tokenizer_path.read_bytes(), where)
     except OSError as error:
-        raise UserError(f"{corpus.tokenizer_path}: the tokenizer cannot be read ({error.strerror})") from error
-    text = Text(tokenizer, bpe.end_token(tokenizer), from_scratch=True)
+        raise UserError(f"{where}: the tokenizer cannot be read ({error.strerror})") from error
+    text = Text(tokenizer, bpe.end_token(tokenizer, where), from_scratch=True)
     return Subject(str(folder), model, text, config.training.seq_len, corpus.vocab_size, device, None, facts)
 
 

@@ -457,7 +457,7 @@ def tokenizer_of(tokenizer: Path | str) -> Any:
     from gnmr.lab.data import tokenizer as bpe
 
     loaded = bpe.load(tokenizer.read_bytes(), str(tokenizer))
-    end = loaded.id_to_token(bpe.end_token(loaded))
+    end = loaded.id_to_token(bpe.end_token(loaded, str(tokenizer)))
     return PreTrainedTokenizerFast(tokenizer_object=loaded, eos_token=end, pad_token=end)
 
 

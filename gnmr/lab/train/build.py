@@ -29,7 +29,7 @@ from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents, TokenCorpus, TokenFile
 from gnmr.lab.data.packing import PackedSequences, packed_validation
 from gnmr.lab.data.sequences import Branch, TrainSequences, validation_sequences
-from gnmr.lab.data.tokens import prepare, prepare_packed
+from gnmr.lab.data.tokens import prepare
 from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.lab.models import pretrained
 from gnmr.lab.rivals.compression import build_compression, compressed_router
@@ -342,7 +342,7 @@ def open_data(config: Config, say: Callable[[str], None], base: Base | None = No
     needed = steps * config.training.tokens_per_step
     if config.model.checkpoint is None:
         return prepare(config.data if base is None else base.data(config.data), needed, say)
-    return prepare_packed(config.data, needed, say, pretrained.local(config.model.checkpoint))
+    return prepare(config.data, needed, say, pretrained.local(config.model.checkpoint))
 
 
 def apart(corpus: TokenCorpus, model: nn.Module) -> TokenCorpus:

@@ -15,7 +15,7 @@ from gnmr.errors import UserError, writing
 from gnmr.lab.config import Config, config_hash, identity, read
 from gnmr.lab.config.compose import place_of_base
 from gnmr.lab.data import tokenizer as bpe
-from gnmr.lab.data.corpora import open_corpus, user_path
+from gnmr.lab.data.corpora import open_corpus
 from gnmr.records.disk import check_tree, of_a_file_browser
 from gnmr.records.find import last_step
 from gnmr.records.lock import lock_folder
@@ -94,7 +94,7 @@ def check_inputs(folder: Path, config: Config) -> None:
     text = "this Python's library" if config.data.name == "stdlib" else "its text"
     same(f"{corpus.where}: {text}", data.get("source"), corpus.identity)
     if (file := config.data.tokenizer) is not None:
-        content, _ = bpe.read(user_path("data.tokenizer", file), f"data.tokenizer={file}")
+        content, _ = bpe.read(Path(file).expanduser(), f"data.tokenizer={file}")
         same(f"data.tokenizer={file}: the file", data.get("tokenizer"), sha256(content).hexdigest())
     if (checkpoint := config.model.checkpoint) is not None and Path(checkpoint).expanduser().is_dir():
         from gnmr.lab.models import pretrained
