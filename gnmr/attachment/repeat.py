@@ -44,7 +44,9 @@ class Start:
 
     device: torch.device
     cpu: Tensor
+    """State of the CPU's generator, uint8 as torch returns it."""
     cuda: Tensor | None
+    """State of the generator of `device`; None: it is no GPU."""
     paths: StepMark
 
     @classmethod
@@ -73,9 +75,14 @@ class Start:
 class StepRepeater:
     """Repeats the passes of one step under other paths. Use it within `repeating`.
 
-    `forward()` runs the step's forward passes and returns the mean loss. `both()` runs forward and backward passes,
-    returns a `PassNumbers`, and leaves the gradients unchanged. Compiled blocks run uncompiled, because other paths
-    would be other graphs, and compiling a graph takes a minute.
+    Compiled blocks run uncompiled, because other paths would be other graphs, and compiling a graph takes a minute.
+
+    Args:
+        converted: the paths, as they were in the step.
+        start: the state at the start of the step.
+        forward: runs the step's forward passes, and returns the mean loss, () in nats.
+        both: runs forward and backward passes, and leaves the gradients unchanged.
+        buffers: buffers of the model, as they were at the start of the step.
     """
 
     def __init__(

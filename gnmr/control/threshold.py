@@ -10,9 +10,17 @@ from gnmr.options import positive, require
 
 @dataclass(frozen=True)
 class TwoStage:
-    """`init` during the first `init_steps` steps, `main` afterwards.
+    """A threshold that changes once, given where a number is expected.
 
     At first the history is short and the false-trigger bound of theorem 2 loose, hence a higher threshold.
+
+    Args:
+        init: the threshold in the first steps, a positive number.
+        main: the threshold afterwards.
+        init_steps: number of first steps, 0 or more.
+
+    Raises:
+        ValueError: a value is invalid.
     """
 
     init: float

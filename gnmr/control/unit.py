@@ -14,7 +14,11 @@ class Slice:
     """One slice along dimension 0 of a parameter: an expert's part of a tensor that holds the weights of several.
 
     It replaces a parameter wherever gradients and weights of a unit are read. For a DTensor it is this rank's part of
-    the slice, which may be empty.
+    the slice, which may be empty. Attributes that it does not have are the parameter's.
+
+    Args:
+        parameter: (E, ...), the parameter that holds the weights of E experts.
+        index: 0 to E - 1.
     """
 
     def __init__(self, parameter: Tensor, index: int) -> None:
@@ -90,17 +94,19 @@ def identity(parameter: nn.Parameter | Slice) -> object:
 class Unit:
     """One unit b of the paper's section 1: an operator, a block or a layer.
 
-    Its norm is taken over the gradients of all `parameters` together: a module's, one parameter, or several in any
-    iterable, kept as a tuple without duplicates. `switch(True)` puts it on the recovery path, `switch(False)` on the
-    low-cost path; None means that the unit is monitored and never routed.
-
     Raises:
         ValueError: if an argument is invalid.
     """
 
     name: str
+    """A name that no other unit of the controller has, for records and messages."""
     parameters: tuple[nn.Parameter | Slice, ...]
+    """The norm is taken over the gradients of all of them together.
+
+    Give a module, one parameter, or several in any iterable; they are kept as a tuple without duplicates.
+    """
     switch: Callable[[bool], None] | None = None
+    """Puts the unit on the recovery path (True) or the low-cost path; None: it is monitored and never routed."""
     cost: float = 1.0
     """Cost of its recovery, in any common unit of measure, which a budget counts."""
     extra_bytes: float | None = None

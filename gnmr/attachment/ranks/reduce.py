@@ -188,9 +188,12 @@ class DistributedRanks:
     """The processes of torch.distributed's default group, as a controller sees them (`gnmr.control.ranks`)."""
 
     def __init__(self, share: float | None = None, tells_own: bool = False) -> None:
-        """Set the part of the step's loss that one rank's loss is, from which its backward pass starts.
+        """Describe what one rank contributes to a step.
 
-        With share=None it is 1 / size, for losses that DDP and FSDP average. For `tells_own`, see `gnmr.control.ranks`.
+        Args:
+            share: the part of the step's loss that one rank's loss is, from which its backward pass starts; None:
+                1 / size, for losses that DDP and FSDP average.
+            tells_own: see `gnmr.control.ranks`.
         """
         self._share, self.tells_own = share, tells_own
 
