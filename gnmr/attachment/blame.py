@@ -112,10 +112,13 @@ class Levels:
     """Loss and gradient norm of the last steps, from which spikes are detected; on the host."""
 
     window: int = SPIKE_WINDOW
+    """Number of steps that are remembered."""
     least: int = 64
     """Number of steps, this one included, before a finite value counts as a spike."""
     sigmas: float = SIGMAS
+    """Standard deviations above the mean where a spike begins."""
     seen: deque[tuple[float, float]] = field(default_factory=deque)
+    """(loss in nats, gradient norm before clipping) of each step, the last one last."""
 
     def now(self) -> tuple[Level, Level]:
         """Return the levels of the loss and of the gradient norm for the next step."""

@@ -42,6 +42,7 @@ class ConvertedModel:
     units: list[PathUnit]
     low: ExecutionPath
     recovery: ExecutionPath | None
+    """None: units are monitored but never routed. Pinned operators have other paths than `low` and this one."""
     shared: SharedState
     recovers: tuple[str, ...] = GEMMS
     """GEMMs that recovery takes over."""

@@ -33,8 +33,11 @@ class Pass:
     path: ExecutionPath | None
     """The format or recipe; None: the operator is a plain linear (`high_precision`)."""
     recovered: frozenset[str]
+    """GEMMs on the recovery path."""
     sound: frozenset[str]
+    """GEMMs that a fault of the low path does not hit."""
     step: int
+    """Number of the optimizer step, from 1."""
     history: Tensor | None
     """Magnitudes from which delayed scales are taken."""
     replaced: Tensor | None

@@ -112,6 +112,8 @@ class SharedState:
     Besides the attributes below it holds the compressed copies of the tensor that was read last, so that its other
     readers find them.
 
+    - `device`: where the operators were converted, or run if their weights were on the meta device.
+    - `quantize_forward`: whether fprop reads the compressed copy of the input too (site="forward").
     - `rounding`: the random numbers of stochastic rounding; None: round to nearest.
     - `step`: the current optimizer step, from 1.
     - `no_side_effects`: while true, a pass leaves no trace in the state of faults and casts.

@@ -141,6 +141,7 @@ class FloatFormat(Format):
 
     exponent_bits: int
     mantissa_bits: int
+    """Bits after the leading 1, which is not stored; m in the comments."""
     native: torch.dtype | None = None
     """PyTorch's type with the same codes, whose casts are then used."""
     _tables: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)

@@ -19,7 +19,14 @@ Mark: TypeAlias = tuple[int, tuple[int, int] | None, dict[tuple[int, int], int]]
 
 
 class Rounding:
-    """The random numbers of a converted model's stochastic casts, on one device."""
+    """The random numbers of a converted model's stochastic casts, on one device.
+
+    `rank` and `ranks` are the r and n of the module: this process, and the number of processes with own micro-batches.
+
+    Args:
+        seed: any whole number; taken modulo 2^64.
+        device: the device of the casts.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.rank, self.ranks = seed % 2**64, 0, 1
