@@ -22,6 +22,7 @@ def run(tmp_path: Path) -> Path:
     spikes = [(17, f"{UNIT} {HOSTILE}", "precision"), (34, UNIT, "precision"), (37, None, "data_or_model")]
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     events += [{"step": step, "unit": unit, "event": "verdict", "cause": cause} for step, unit, cause in spikes]
+    events[-2]["complete"], events[-1]["complete"] = False, True  # the first is of an older run, without the field
     events.sort(key=lambda row: row["step"])
     (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
     return folder
@@ -32,12 +33,15 @@ def test_spikes_are_lines_and_a_page(gnmr, run: Path, tmp_path: Path) -> None:
     assert (ended.code, ended.err) == (0, ""), ended.err
     first, second, third, verdict, precision, data, written = ended.out.splitlines()
     assert first.startswith(f"step 17  to blame: precision ({UNIT}, <img") and "(usually " in first
-    assert second.startswith(f"step 34  to blame: precision ({UNIT}); loss 6.646 (usually 5.607), norm 39.63")
+    assert second.startswith(
+        f"step 34  to blame: precision ({UNIT}; perhaps fewer); loss 6.646 (usually 5.607), norm 39.63"
+    )
     assert third.startswith("step 37  to blame: data or model; loss ")
     assert f"3 spikes in 40 steps: 2 by precision, 1 by data or model; blamed most often: {UNIT}" in verdict
     assert precision.startswith("precision: ") and data.startswith("data or model: look at the batch")
     html = (tmp_path / "page.html").read_text()
     assert written == f"page: {tmp_path / 'page.html'}" and verdict.partition(": ")[2] in unescape(html)
+    assert html.count("; perhaps fewer") == 1
     assert HOSTILE not in html and "<script" not in html and "default-src 'none'" in html
     assert html.count("<line ") == 3 and '<path d="M0.0,' in html and "2 of 2" in html
 

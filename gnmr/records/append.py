@@ -66,20 +66,20 @@ class AppendFile:
 
 
 class JsonLines(AppendFile):
-    """A JSONL file whose rows hold exactly the keys of `fields`."""
+    """A JSONL file whose rows hold exactly the keys of `fields`, and some of them those of `further` too."""
 
-    def __init__(self, path: Path, fields: Iterable[str]) -> None:
+    def __init__(self, path: Path, fields: Iterable[str], further: Iterable[str] = ()) -> None:
         super().__init__(path)
         self._fields = dict.fromkeys(fields)
+        self._all_fields = self._fields | dict.fromkeys(further)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Append rows, their keys in the order of `fields`. A missing or unknown key is a bug in gnmr."""
         lines = []
         for row in rows:
-            assert row.keys() == self._fields.keys(), (
-                f"{self.path.name}: keys {sorted(row.keys() ^ self._fields.keys())}"
-            )
-            ordered = row if [*row] == [*self._fields] else {key: row[key] for key in self._fields}
+            fields = self._fields if len(row) == len(self._fields) else self._all_fields
+            assert row.keys() == fields.keys(), f"{self.path.name}: keys {sorted(row.keys() ^ fields.keys())}"
+            ordered = row if [*row] == [*fields] else {key: row[key] for key in fields}
             try:
                 text = _JSON.encode(ordered)
             except ValueError:  # NaN or Inf

@@ -12,7 +12,7 @@ A run folder holds
     steps.jsonl     one `STEP_FIELDS` row a step
     eval.jsonl      one `EVAL_FIELDS` row an evaluation
     scores.jsonl    one `SCORE_FIELDS` row a scoring; only where scores.tasks asks for some
-    events.jsonl    one `EVENT_FIELDS` row a promotion, release or verdict
+    events.jsonl    one `EVENT_FIELDS` row a promotion, release or verdict, which also has `VERDICT_FIELDS`
     faults.jsonl    one `FAULT_FIELDS` row a window of injected faults, written at the start; only with stress
     units.arrows    `unit_schema` rows: an Arrow IPC stream, one record batch a step (gnmr.records.unit_stream)
     summary.json    `SUMMARY_FIELDS`
@@ -121,6 +121,11 @@ EVENT_FIELDS: dict[str, str] = {
     "places), budget (they took what may be spent) or warmup (it ended); verdict: what is to blame for a spike or a "
     "loss that is not finite: data_or_model, precision or not_reproducible (docs/blame.md)",
     "risk": "R of the unit at that step; null where it has none",
+}
+
+VERDICT_FIELDS: dict[str, str] = {
+    "complete": "in rows of verdicts alone: false if the search ended before each unit was tested, so that perhaps "
+    "fewer units suffice",
 }
 
 FAULT_FIELDS: dict[str, str] = {

@@ -14,11 +14,20 @@ from gnmr.records.append import AppendFile, JsonLines, cut_jsonl, replace_json, 
 from gnmr.records.disk import sync_folder
 from gnmr.records.lock import FolderLock, lock_folder
 from gnmr.records.reader import UNITS, iter_sound
-from gnmr.records.schema import EVAL_FIELDS, EVENT_FIELDS, FAULT_FIELDS, SCORE_FIELDS, STEP_FIELDS, UnitRows
+from gnmr.records.schema import (
+    EVAL_FIELDS,
+    EVENT_FIELDS,
+    FAULT_FIELDS,
+    SCORE_FIELDS,
+    STEP_FIELDS,
+    VERDICT_FIELDS,
+    UnitRows,
+)
 from gnmr.records.summary import summarize
 from gnmr.records.unit_stream import UnitStream, cut_units
 
 _JSONL = {"steps.jsonl": STEP_FIELDS, "eval.jsonl": EVAL_FIELDS, "events.jsonl": EVENT_FIELDS}
+_FURTHER = {"events.jsonl": VERDICT_FIELDS}
 _SCORES = "scores.jsonl"
 _ENDS = ("DONE", "FAILED", "summary.json")
 
@@ -52,7 +61,9 @@ class RunWriter:
             self._lock: FolderLock | None = lock_folder(folder)
             if resume_step is not None:
                 self._cut(resume_step if resume_step > 0 else -1)
-            self._lines = {name: JsonLines(folder / name, fields) for name, fields in _JSONL.items()}
+            self._lines = {
+                name: JsonLines(folder / name, fields, _FURTHER.get(name, ())) for name, fields in _JSONL.items()
+            }
             if (folder / _SCORES).exists():
                 self._lines[_SCORES] = JsonLines(folder / _SCORES, SCORE_FIELDS)
             self._units = UnitStream(folder)

@@ -139,6 +139,7 @@ def test_verdicts_leave_no_trace(words, train, tmp_path, spiky):
     want = everything(train(tmp_path / "without", *words, "records.verdicts=false"))
     found = everything(train(tmp_path / "with", *words))
     verdicts = [row for row in found["events"] if row["event"] == "verdict"]
+    assert {row["complete"] for row in verdicts} <= {True, False}
     assert verdicts and not any(row["event"] == "verdict" for row in want["events"])
     found["events"] = [row for row in found["events"] if row["event"] != "verdict"]
     found["host"]["levels"] = want["host"]["levels"]

@@ -45,6 +45,13 @@ class Spike:
     loss: str
     """As it is recorded, after the usual one."""
     norm: str
+    complete: bool = True
+    """False if fewer units may suffice, because the search ended early."""
+
+    @property
+    def named(self) -> str:
+        """Return the first units, in the words of the run's own log."""
+        return f"{first_few(self.units)}{'' if self.complete else '; perhaps fewer'}"
 
     @property
     def advice(self) -> str:
@@ -54,7 +61,7 @@ class Spike:
 
     def line(self) -> str:
         """Return the spike in one line, in the words of the run's own log."""
-        units = f" ({first_few(self.units)})" if self.units else ""
+        units = f" ({self.named})" if self.units else ""
         return f"step {self.step}  to blame: {self.cause}{units}; loss {self.loss}, norm {self.norm}"
 
 
@@ -93,8 +100,16 @@ def spikes_of(run: Run) -> list[Spike]:
         shown = f"{value[-1]:.4g}" if len(value) else "unknown"
         return f"{shown} (usually {usual.mean():.4g})" if len(usual) else shown
 
+    incomplete = [row.get("step") for row in run.events if row.get("complete") is False]
     return [
-        Spike(step, cause, tuple(units.split()), of_step(step, "loss"), of_step(step, "grad_norm_pre_clip"))
+        Spike(
+            step,
+            cause,
+            tuple(units.split()),
+            of_step(step, "loss"),
+            of_step(step, "grad_norm_pre_clip"),
+            step not in incomplete,
+        )
         for step, cause, units in verdicts(run, run.last_step)
     ]
 
@@ -124,7 +139,14 @@ def page(run: Run, spikes: Sequence[Spike]) -> str:
     if spikes:
         columns = ["spike", "to blame", "units", "loss", "gradient norm", "what to do"]
         rows = [
-            [f"step {spike.step:,}", spike.cause, first_few(spike.units) or "-", spike.loss, spike.norm, spike.advice]
+            [
+                f"step {spike.step:,}",
+                spike.cause,
+                spike.named if spike.units else "-",
+                spike.loss,
+                spike.norm,
+                spike.advice,
+            ]
             for spike in spikes
         ]
         tables.append(PageTable("Spikes", columns, rows, f"Usually: the mean of up to {SPIKE_WINDOW} steps before."))

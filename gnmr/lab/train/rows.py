@@ -85,9 +85,15 @@ def step_row(
 
 
 def verdict_row(verdict: Verdict) -> dict[str, Any]:
-    """Return a row of `records.schema.EVENT_FIELDS`."""
-    units = " ".join(verdict.units) or None
-    return {"step": verdict.step, "unit": units, "event": "verdict", "cause": verdict.cause, "risk": None}
+    """Return a row of `records.schema.EVENT_FIELDS` and `VERDICT_FIELDS`."""
+    return {
+        "step": verdict.step,
+        "unit": " ".join(verdict.units) or None,
+        "event": "verdict",
+        "cause": verdict.cause,
+        "risk": None,
+        "complete": verdict.complete,
+    }
 
 
 def fault_rows(parts: Parts) -> list[dict[str, Any]]:
