@@ -170,15 +170,3 @@ def test_what_is_refused(name, options, line):
     with pytest.raises(ValueError, match=line) as caught:
         build_transform(name, options, Run("agc").named)
     assert "\n" not in str(caught.value)
-
-
-def test_a_state_optimizer_or_model_that_does_not_fit_is_refused():
-    run, sgd = Run("stable_spam"), torch.optim.SGD([nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match="StableSPAM has the state"):
-        run.transform.load_state_dict(Run("skip_step").transform.state_dict())
-    norm = torch.tensor(1.0, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"needs optim\.name=adamw, not SGD"):
-        run.transform(StepContext(1, torch.tensor(2.0), norm, torch.tensor(False), sgd))
-    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    with pytest.raises(ValueError, match="at least one trainable parameter"):
-        build_transform("agc", {}, [("a", frozen)])

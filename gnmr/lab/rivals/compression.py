@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gnmr.attachment import Router
 from gnmr.attachment.ranks.world import World
@@ -17,9 +15,6 @@ from gnmr.conversion import ConvertedModel
 from gnmr.errors import UserError, as_user_error
 from gnmr.lab.config import Config
 from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, VirtualWorkers
-
-GAPS = ("gap_low", "gap_recovery")
-"""Evidence that is measured on compressed matrices."""
 
 
 def build_compression(config: Config, model: nn.Module, world: World) -> GreedyLore | None:
@@ -37,31 +32,6 @@ def build_compression(config: Config, model: nn.Module, world: World) -> GreedyL
             seed=config.training.seed,
         )
         return GreedyLore(model, spec, workers=workers)
-
-
-class HeldBack:
-    """The evidence of compressed matrices, a `gnmr.control.measurements.Source`.
-
-    `gap_low` is `GreedyLore.gap`. `gap_recovery` is 0, because a dense mean is exact.
-    """
-
-    names = GAPS
-
-    def __init__(self, compressed: GreedyLore) -> None:
-        self._compressed = compressed
-
-    def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
-        """Return this rank's terms of the sums over ranks."""
-        return {"gap": self._compressed.gap()}
-
-    def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return the step's evidence; each tensor has shape (U,)."""
-        gap = self._compressed.gap() if sums is None else sums["gap"]
-        # The gap is a square of scaled gradients.
-        return {"gap_low": gap / grad_scale**2, "gap_recovery": torch.zeros_like(gap)}
-
-    def reset(self) -> None:
-        """Keep everything, because the next step's gap replaces this one."""
 
 
 def compressed_router(
@@ -85,7 +55,7 @@ def compressed_router(
             ranks=ranks,
         )
     # Operators keep one path here, so nothing that compares two paths of an operator can be measured.
-    of_paths = {*PATH_EVIDENCE, *PRICE_EVIDENCE, "true_gap", "micro_square"} - {*GAPS}
+    of_paths = {*PATH_EVIDENCE, *PRICE_EVIDENCE, "true_gap", "micro_square"} - {*compressed.names}
     if wrong := sorted(of_paths & set(controller.needs)):
         recorded = wrong[0] in config.records.evidence
         key = "records.evidence" if recorded else f"controller.signal={config.controller.signal}"
@@ -93,7 +63,7 @@ def compressed_router(
             f"{key}: {wrong[0]} is measured of operators, and under compression.name={config.compression.name} "
             "units are gradients; use one of gradient norms, or gap_low and gap_recovery"
         )
-    compressed.measuring = bool(set(GAPS) & set(controller.needs))
+    compressed.measuring = bool(set(compressed.names) & set(controller.needs))
     if compressed.measuring:
-        controller.measured.sources.append(HeldBack(compressed))
+        controller.measured.sources.append(compressed)
     return Router(converted, controller, model)

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from gnmr.attachment.ranks import world
 from gnmr.attachment.ranks.reduce import is_sharded, reaching
 from gnmr.control.device import to_device
+from gnmr.control.ranks import Ranks
 from gnmr.control.unit import Unit
 from gnmr.errors import RunFailed
 from gnmr.options import whole_number
@@ -188,7 +189,7 @@ class GreedyLore:
         self._recovered: set[str] = set()
         self._changed = False
         self.measuring = False
-        """Whether steps measure what `gap` returns."""
+        """Whether steps measure the evidence."""
         self._squares: dict[str, Tensor] = {}
         """||E||^2 over the workers here, of matrices on the low path."""
         self.t = self.sent = self.sent_total = 0
@@ -372,8 +373,21 @@ class GreedyLore:
         generator = torch.Generator(like.device).manual_seed(seed)
         return torch.randn(self.matrices[name].columns, generator=generator, device=like.device).to(like.dtype)
 
-    @torch.no_grad()
-    def gap(self) -> Tensor:
+    # ---- the evidence of the units, a `gnmr.control.measurements.Source` ----
+
+    names = ("gap_low", "gap_recovery")
+
+    def parts(self, ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
+        """Return this rank's terms of the sums over ranks."""
+        return {"gap": self._gap()}
+
+    def read(self, grad_scale: float, sums: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return the step's evidence, (U,) each. On recovery the gap is 0, because a dense mean is exact."""
+        gap = self._gap() if sums is None else sums["gap"]
+        # The gap is a square of scaled gradients.
+        return {"gap_low": gap / grad_scale**2, "gap_recovery": torch.zeros_like(gap)}
+
+    def _gap(self) -> Tensor:
         """Return this process's part of mean_i ||H_i - P R_i||^2 of each unit in the last step, (U,) float64.
 
         This is what the gradient of a unit on the low path lacks, ||E_i||^2; 0 on recovery. The sum over
@@ -381,6 +395,11 @@ class GreedyLore:
         """
         nothing = torch.zeros((), dtype=torch.float64, device=next(iter(self.matrices.values())).weight.device)
         return torch.stack([self._squares.get(name, nothing) for name in self.matrices]) / self.workers.size
+
+    def reset(self) -> None:
+        """Keep everything, because the next step's gap replaces this one."""
+
+    # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return t, the bases, and the E of each worker here, without copies; each rank saves its own."""

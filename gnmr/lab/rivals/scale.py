@@ -29,7 +29,6 @@ from torch.optim.optimizer import ParamsT
 
 from gnmr.attachment.ranks.reduce import DistributedRanks, counts, is_sharded, local
 from gnmr.lab.config import OptimConfig
-from gnmr.options import fraction, positive, require
 
 _HEAD_MOMENTUM = 0.9
 
@@ -57,23 +56,19 @@ class SCALE(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         output_dim: int = 0,
     ) -> None:
-        """Raises ValueError if a value is invalid."""
-        positive(lr=lr, eps=eps)
-        fraction(momentum=momentum, beta1=betas[0], beta2=betas[1])
-        require(weight_decay >= 0, "weight_decay", weight_decay, "must be 0 or more")
-        require(output_dim in (0, 1), "output_dim", output_dim, "must be 0 or 1")
         defaults = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
         super().__init__(params, defaults | {"weight_decay": weight_decay, "output_dim": output_dim})
         self.found_inf: Tensor | None = None
+        # Before the first step too: a checkpoint includes experts that have received no token.
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = self._first_state(p, group)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    self.state[p] = self._first_state(p, group)
             # Gains and biases have no rows to normalize along.
             self._adamw([p for p in parameters if p.ndim < 2], group)
             for p in parameters:
@@ -153,14 +148,5 @@ def build_scale(model: nn.Module, config: OptimConfig) -> SCALE:
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
     first, second = config.betas
-    optimizer = SCALE(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(first, second),
-        weight_decay=config.weight_decay,
-    )
-    # All parameters need state before their first step: a checkpoint includes experts that have received no token.
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = optimizer._first_state(p, group)
-    return optimizer
+    groups = [group for group in groups if group["params"]]
+    return SCALE(groups, config.lr, betas=(first, second), weight_decay=config.weight_decay)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,8 @@ class Transform(ABC):
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Raise UserError if no parameter is trainable. A parameter under several names (tied) counts once."""
+        # A parameter under several names (tied) counts once.
         self.parameters = list({id(p): p for _, p in named_parameters if p.requires_grad}.values())
-        if not self.parameters:
-            raise UserError("a gradient transform needs at least one trainable parameter")
         self.state: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -66,14 +64,11 @@ class Transform(ABC):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the state."""
-        return {name: tensor.clone() for name, tensor in self.state.items()}
+        """Return the state, whose tensors later steps replace and do not change."""
+        return dict(self.state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore `state`. Raises ValueError if it belongs to another kind of transform or another model."""
-        shapes = lambda tensors: {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if shapes(state) != shapes(self.state):
-            raise ValueError(f"{type(self).__name__} has the state {shapes(self.state)}, not {shapes(state)}")
+        """Restore the state of a transform with the same options over the same parameters."""
         self.state = {name: state[name].to(old.device, old.dtype, copy=True) for name, old in self.state.items()}
 
     def remember(self, where: Tensor, **new: Tensor) -> None:
@@ -82,17 +77,20 @@ class Transform(ABC):
             self.state[name] = torch.where(where, value, self.state[name])
 
 
-def tensor_norms(parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
-    """Return the norm of each parameter's gradient, (P,) float64, accumulated in float32.
+def tensor_norms(
+    parameters: Sequence[nn.Parameter], order: float = 2.0, tensors: Sequence[Tensor | None] | None = None
+) -> Tensor:
+    """Return the norms of tensors, over the shards of all ranks.
 
-    The norm is 0 for a missing gradient, and NaN propagates. `order` is 2 or Inf. For sharded parameters, one
-    collective computes the norms of the complete gradients, which are equal on all ranks.
+    Args:
+        parameters: P parameters. If they are sharded, one collective sums over ranks.
+        order: 2 or Inf.
+        tensors: P tensors with the shapes and shards of `parameters`, by default their gradients.
+
+    Returns:
+        (P,) float64, accumulated in float32; 0 for a missing tensor. NaN propagates.
     """
-    return norms_of([p.grad for p in parameters], parameters, order)
-
-
-def norms_of(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], order: float = 2.0) -> Tensor:
-    """Return the `tensor_norms` of `tensors`, which have the shapes and shards of `parameters`."""
+    tensors = [p.grad for p in parameters] if tensors is None else tensors
     device = parameters[0].device
     present = [tensor is not None and local(tensor).numel() > 0 for tensor in tensors]
     norms = torch.zeros(len(tensors), dtype=torch.float64, device=device)
@@ -169,7 +167,7 @@ def _unit_norms(tensors: Sequence[Tensor | None], parameters: Sequence[nn.Parame
     """
     vector_norms = {}
     if vectors := [i for i, p in enumerate(parameters) if p.ndim == 1 and is_sharded(p)]:
-        norms = norms_of([tensors[i] for i in vectors], [parameters[i] for i in vectors])
+        norms = tensor_norms([parameters[i] for i in vectors], tensors=[tensors[i] for i in vectors])
         vector_norms = dict(zip(vectors, norms.float().unbind(), strict=True))
     unit_norms = []
     for i, tensor in enumerate(tensors):
@@ -238,8 +236,6 @@ class StableSPAM(GradientStabilizer):
     The defaults are the defaults of the public code for 4 bits. Its BF16 runs use gamma1 0.85, gamma2 0.99999 and
     reset_every 500. t counts the gradients of a tensor and is never reset. The public code divides by Adam's step
     count, which a reset sets to 1. T^ is then several hundred times too large, and nothing is clipped.
-
-    Raises ValueError at the first call unless the optimizer is torch's Adam or AdamW.
     """
 
     def __init__(
@@ -260,7 +256,10 @@ class StableSPAM(GradientStabilizer):
 
     @torch.no_grad()
     def __call__(self, context: StepContext) -> Tensor | None:
-        self._reset_moments(context)
+        if context.step % self.reset_every == 0:
+            for state in context.optimizer.state.values():
+                for tensor in state.values():
+                    local(tensor).zero_()
         # AdaClip: scale down the elements above T^, the others stay.
         top = tensor_norms(self.parameters, torch.inf)
         largest = self.theta * self.state["largest"] + (1 - self.theta) * top
@@ -273,16 +272,6 @@ class StableSPAM(GradientStabilizer):
         # An exact zero gradient does not enter T.
         self.remember((top > 0) & ~context.nonfinite, largest=largest)
         return super().__call__(context)
-
-    def _reset_moments(self, context: StepContext) -> None:
-        if not isinstance(context.optimizer, torch.optim.Adam):
-            kind = type(context.optimizer).__name__
-            raise ValueError(f"stable_spam resets Adam's moments: it needs optim.name=adamw, not {kind}")
-        if context.step % self.reset_every == 0:
-            for state in context.optimizer.state.values():
-                for tensor in state.values():
-                    if isinstance(tensor, Tensor):
-                        local(tensor).zero_()
 
 
 class SkipStep(Transform):
@@ -361,15 +350,9 @@ def build_transform(
         return None
     if name not in TRANSFORMS:
         raise UserError(f"optim.transform.name={name}: must be null or one of {', '.join(TRANSFORMS)}")
+    parameters = inspect.signature(TRANSFORMS[name]).parameters.values()
+    known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if unknown := [option for option in options if option not in known]:
+        raise UserError(f"optim.transform.options.{unknown[0]}: {name} has no such option, it has {', '.join(known)}")
     with as_user_error("optim.transform.options."):
-        check_options(TRANSFORMS[name], name, options)
         return TRANSFORMS[name](named_parameters, **options)
-
-
-def check_options(make: Callable[..., object], name: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that is not a keyword-only argument of `make`, the constructor of `name`."""
-    parameters = inspect.signature(make).parameters.values()
-    names = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    for option in options:
-        if option not in names:
-            raise ValueError(f"{option}: {name} has no such option, it has {', '.join(names)}")
