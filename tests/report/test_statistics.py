@@ -224,7 +224,7 @@ def test_a_diverged_arm_leaves_the_model_and_is_worse_than_any_number() -> None:
     found = judged(values)
     rows = {row.arm: row for row in found.results}
     assert rows["a"].diverged == (5, 0) and rows["a"].difference is None and rows["b"].difference is not None
-    assert rows["a"].verdict == "worse" and found.model is not None and "a" not in found.model.values
+    assert rows["a"].verdict == "worse" and found.model is not None and "a" not in found.model.arms
     lost = judged(drawn(ARMS, 0.1, 7) | {"never": dict.fromkeys(range(5), INF)})
     assert lost.gate and lost.gap is None and lost.p_gate == pytest.approx(2 / math.comb(10, 5) * 2)
     assert [row.p for row in lost.results] == pytest.approx([4 * lost.p_gate] * 4), "Fisher's, twice, by Holm over four"

@@ -27,7 +27,6 @@ _QUANTIZER = ("precision.site", "precision.rounding", "precision.targets", *_OF_
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
 _ROUTING = ("controller.", "records.")
 _SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
-_BUDGET = ("controller.budget", "controller.cost")
 SAME_BUDGET = 0.1
 """By how much of the larger one two mean promotion shares may differ and still count as one budget.
 
@@ -198,8 +197,8 @@ class Comparison:
         nearest = self.nearest_random(arm)
         if nearest is None or _apart(arm, nearest) <= SAME_BUDGET:
             return nearest
-        budget, budget_of_nearest = ([each_arm.get(key) for key in _BUDGET] for each_arm in (arm, nearest))
-        return nearest if budget[0] is not None and budget == budget_of_nearest else None
+        budget = arm.get("controller.budget")
+        return nearest if budget is not None and budget == nearest.get("controller.budget") else None
 
     def nearest_random(self, arm: Arm) -> Arm | None:
         """The routed arm whose signal is `random` and whose mean promotion is nearest.

@@ -25,7 +25,6 @@ from gnmr.records.find import changed
 from gnmr.records.schema import OWN
 
 MAP_CHARACTERS = 9_000_000  # room for all unit maps
-MANY = 8  # more arms than one plot can show: each gets a small panel with its mean alone
 _TRAIN_POINTS = 400
 _DASHES, _FIRST_DASH = ("", "6 3", "2 3"), (0, 0, 1, 2, 1, 2, 0)
 """The first dash of each colour, since thin lines of these colours alone do not stay apart for colour-blind readers.
@@ -131,18 +130,17 @@ def _card(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _model(run: Run) -> str:
-    """Return the model in words; its layers and width are those of the header, else of the config."""
-    get, number = run.settings.get, run.header.get("parameters")
+    """Return the model in words."""
+    number = run.header.get("parameters")
     parameters = [f"{count(number)} parameters"] if isinstance(number, int) else []
     if run.scale == OWN:
         return "".join(parameters)
-    name, shape = str(get("model.name") or "model"), run.header.get("shape")
-    if not isinstance(shape, dict):  # the config does not know the shape of a checkpoint
-        keys = {} if name == "pretrained" else {"layers": "num_layers", "width": "hidden_size"}
-        shape = {dimension: get(f"model.{key}") for dimension, key in keys.items()}
-    size = [f"{shape[key]} {noun}" for key, noun in (("layers", "layers"), ("width", "wide")) if shape.get(key)]
+    name, shape = str(run.settings.get("model.name") or "model"), run.header.get("shape")
+    sizes = []
+    if isinstance(shape, dict):
+        sizes = [f"{shape[key]} {noun}" for key, noun in (("layers", "layers"), ("width", "wide")) if shape.get(key)]
     scale = [] if run.base else [f"scale {run.scale}"]  # a fork's is its base's
-    return ", ".join([name, *size, *parameters, *scale])
+    return ", ".join([name, *sizes, *parameters, *scale])
 
 
 def _losses(comparison: Comparison) -> Tree:
@@ -164,10 +162,6 @@ def _losses(comparison: Comparison) -> Tree:
                 relative += lines
                 covered.add(arm.label)
                 references.add(reference.label)
-    if len(comparison.arms) > MANY:  # the last line of an arm is its mean
-        plain, relative = (
-            list({(line["arm"], line["of"]): line for line in lines}.values()) for lines in (plain, relative)
-        )
     to = next(iter(references)) if len(references) == 1 else "16 bits"
     without = len(comparison.arms) - len(covered) - len(references)
     return {"width": width, "plain": plain, "relative": relative, "to": to, "without": without}

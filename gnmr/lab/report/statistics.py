@@ -159,24 +159,22 @@ class Model:
         from statsmodels.formula.api import ols
         from statsmodels.stats.diagnostic import linear_reset
 
-        self.values = values
-        rows = [(loss, arm, replicate) for arm, losses in values.items() for replicate, loss in losses.items()]
-        arm_numbers = {arm: number for number, arm in enumerate(values)}
-        replicate_numbers = {replicate: number for number, replicate in enumerate(dict.fromkeys(r for *_, r in rows))}
-        loss = np.array([row[0] for row in rows])
-        arms = np.array([arm_numbers[arm] for _, arm, _ in rows])
-        replicates = np.array([replicate_numbers[replicate] for *_, replicate in rows])
+        replicates = list(dict.fromkeys(replicate for losses in values.values() for replicate in losses))
+        self.arms = list(values)
+        self.losses_AR = np.array([[losses.get(r, math.nan) for r in replicates] for losses in values.values()])
+        arm, replicate = np.nonzero(~np.isnan(self.losses_AR))  # of each run
+        loss = self.losses_AR[arm, replicate]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of arms without replicates in common, which `joint` does not compare
             # loss = effect of the arm + effect of the replicate + residual
-            data = {"loss": loss, "arm": arms, "replicate": replicates}
+            data = {"loss": loss, "arm": arm, "replicate": replicate}
             self.fit = ols("loss ~ 0 + C(arm) + C(replicate)", data).fit()
         self.freedom = int(self.fit.df_resid)
         residual = np.array(self.fit.resid)
         residual[abs(residual) < 1e-12 * abs(loss).max()] = 0.0  # rounding
         self.sd = math.sqrt(float(residual @ residual) / self.freedom) if self.freedom else math.nan
         # The two assumptions. The residuals of two arms alone are each other's negatives.
-        groups = [group for arm in range(len(values)) if len(group := np.flatnonzero(arms == arm)) >= FEWEST]
+        groups = [rows for number in range(len(values)) if len(rows := np.flatnonzero(arm == number)) >= FEWEST]
         self.spread_p = self.additive_p = math.nan
         if self.sd and self.freedom > 1 and len(groups) > 2:
             self.spread_p = _spread_p(self.fit.model.exog, residual, groups)
@@ -185,24 +183,21 @@ class Model:
 
     def joint(self, *contrasts: Weights) -> tuple[np.ndarray, np.ndarray, int] | None:
         """Estimate contrasts: return their values, covariance and degrees of freedom; None without replicates."""
-        losses = [self.values[arm] for arm in dict.fromkeys(arm for weights in contrasts for arm in weights)]
-        common = [replicate for replicate in losses[0] if all(replicate in of_arm for of_arm in losses)]
+        weights_CA = np.array([[weights.get(arm, 0.0) for arm in self.arms] for weights in contrasts])
+        # The replicates that all arms of the contrasts have.
+        common_R = ~np.isnan(self.losses_AR[weights_CA.any(axis=0)]).any(axis=0)
+        number = int(common_R.sum())
         if self.own_differences:
-            if len(common) < 2:
+            if number < 2:
                 return None
             # Each replicate gives one value of every contrast; their mean and its covariance are estimated from them.
-            sums = [
-                [sum(w * self.values[arm][r] for arm, w in weights.items()) for r in common] for weights in contrasts
-            ]
-            covariance = np.cov(sums).reshape(len(sums), -1) / len(common)
-            return np.mean(sums, axis=1), covariance, len(common) - 1
-        if not common or self.freedom < 1:
+            values_CR = weights_CA @ np.nan_to_num(self.losses_AR[:, common_R])  # missing losses have the weight 0
+            return values_CR.mean(axis=1), np.cov(values_CR).reshape(len(contrasts), -1) / number, number - 1
+        if number == 0 or self.freedom < 1:
             return None
-        # Contrast c of the coefficients b: c b, with covariance c (X'X)^-1 c' s^2.
-        arms, matrix = list(self.values), np.zeros((len(contrasts), len(self.fit.params)))
-        for row, weights in enumerate(contrasts):
-            for arm, weight in weights.items():
-                matrix[row, arms.index(arm)] += weight
+        # Contrast c of the coefficients b: c b, with covariance c (X'X)^-1 c' s^2. The arms' coefficients come first.
+        matrix = np.zeros((len(contrasts), len(self.fit.params)))
+        matrix[:, : len(self.arms)] = weights_CA
         covariance = matrix @ np.asarray(self.fit.normalized_cov_params) @ matrix.T * self.sd**2
         return matrix @ np.asarray(self.fit.params), covariance, self.freedom
 
@@ -215,7 +210,7 @@ class Model:
 
     def between(self, arm: str, other: str) -> Contrast | None:
         """Estimate the arm minus the other; None if the model does not hold both."""
-        return self.contrast({arm: 1.0, other: -1.0}) if {arm, other} <= self.values.keys() else None
+        return self.contrast({arm: 1.0, other: -1.0}) if {arm, other} <= {*self.arms} else None
 
     def closed(self, arm: str, low: str, high: str) -> Share | None:
         """Estimate (low - arm) / (low - high), by Fieller's theorem."""
