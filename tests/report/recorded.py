@@ -77,7 +77,7 @@ def fake_run(
     merged = SETTINGS | dict(zip(("precision.low", "precision.recovery"), PATHS[arm], strict=True))
     merged |= {"training.steps": steps} | (settings or {})
     header = HEADER | {"command": command, "units": made.units}
-    run = FakeRun(folder, merged, header, "stress", "cpu", arm, arm, seed, status, None)
+    run = FakeRun(folder, merged, header, "stress", "cpu", arm, seed, status, None)
     run.made = made
     rows = {field: np.zeros(steps) for field in STEP_FIELDS}
     rows |= {"step": np.arange(1.0, steps + 1), "loss": np.linspace(8, np.log(ppl), steps) + seed / 10}
@@ -134,7 +134,7 @@ class Recorded:
         for seed, loss in enumerate(losses):
             folder, value = Path(f"no-such-folder/{len(self.runs)}"), 9.0 if loss is None else loss
             run = fake_run(folder, paths, seed, ppl=math.exp(value), settings=merged)
-            run.arm, run.hash = "-".join(filter(None, arm)), str(sorted(map(repr, given.items())))
+            run.arm = "-".join(filter(None, arm))
             run.summary.update({"promotion_frac": promoted} | (summary or {}))
             if loss is None:
                 run.status, run.reason = "failed", "the validation loss after step 3 is nan"

@@ -145,7 +145,7 @@ def test_many_arms_are_small_panels(browser: Any, tmp_path: Path) -> None:
     runs: list[Run] = [fake_run(tmp_path / "16", "bf16", 0, ppl=38.0, made=made)]
     for number in range(1, 10):
         one = fake_run(tmp_path / str(number), "int4", 0, ppl=40.0 + number, made=made)
-        one.settings["controller.max_o"], one.hash = number, str(number)
+        one.settings["controller.max_o"] = number
         runs.append(one)
     opened(browser, write(tmp_path / "report.html", runs))
     panels = texts(browser, "#loss-multiples figcaption")

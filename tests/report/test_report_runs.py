@@ -49,7 +49,6 @@ def test_identity_is_the_headers_or_that_of_the_folders_name(write_run: Write, t
     run = load(folder if missing == "header.json" else folder.rename(tmp_path / "any-name"))
     assert (run.arm, run.seed, run.experiment, run.scale) == ("int4_int8-gnmr", 7, "stress", "cpu")
     assert run.settings["precision.low"] == "int4"
-    assert missing != "header.json" or folder.name == f"{run.arm}-{run.hash}-s7"
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted", "running"])

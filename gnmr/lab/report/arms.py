@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from gnmr.lab.report.recorded_run import Run
@@ -18,7 +18,6 @@ from gnmr.names import RECIPES
 _NAMES = ("arm", "precision.name", "controller.name")
 _DIVERGED = re.compile(r"had a non-finite|the validation loss after step")
 """Reasons of failure that are a divergence; a full disk or a defect says nothing about the arm."""
-_MOST_WORDS = 4  # settings in a label; where more are needed the hash of the config stands there
 
 
 @dataclass
@@ -176,29 +175,14 @@ def same(arm: Arm, other: Arm, keys: tuple[str, ...]) -> bool:
     return not any(key.startswith(keys) for key in varying([arm, other]))
 
 
-def label_arms(comparisons: Iterable[Sequence[Arm]]) -> None:
-    """Give arms of one name the settings in which they differ, with the same keys in every comparison.
-
-    Keys that follow from earlier ones are left out if there are more than `_MOST_WORDS`, as a fault's rate from its
-    kind. Where still more are needed, an arm has its hash.
-    """
-    arms_by_name: dict[str, list[Arm]] = defaultdict(list)
-    keys_by_name: dict[str, list[str]] = defaultdict(list)
-    for arms in comparisons:
-        for arm in arms:
-            arms_by_name[arm.name].append(arm)
-        for name in {arm.name for arm in arms}:
-            keys = keys_by_name[name]
-            differing = varying(arm for arm in arms if arm.name == name)
-            keys += [key for key in differing if key not in keys and key != "base"]  # the comparison's
-    for name, arms_of_name in arms_by_name.items():
-        keys = keys_by_name[name]
-        words = [_words(arm, keys) for arm in arms_of_name]
-        if max(map(len, words)) > _MOST_WORDS:
-            keys = _independent(arms_of_name, keys)
-            words = [_words(arm, keys) for arm in arms_of_name]
-        for arm, texts in zip(arms_of_name, words, strict=True):
-            arm.label = " ".join([name, *(texts if len(texts) <= _MOST_WORDS else [arm.runs[0].hash])])
+def label_arms(comparisons: Sequence[Sequence[Arm]]) -> None:
+    """Give arms of one name the settings in which they differ, with the same keys in every comparison."""
+    for name in {arm.name for arms in comparisons for arm in arms}:
+        namesakes = [[arm for arm in arms if arm.name == name] for arms in comparisons]
+        keys = dict.fromkeys(key for arms in namesakes for key in varying(arms))
+        keys.pop("base", None)  # that of the comparison
+        for arm in chain.from_iterable(namesakes):
+            arm.label = " ".join([name, *_words(arm, keys)])
 
 
 def _words(arm: Arm, keys: Iterable[str]) -> list[str]:
@@ -211,20 +195,6 @@ def _words(arm: Arm, keys: Iterable[str]) -> list[str]:
         elif value is not None or key in ("controller.alpha", "controller.beta"):
             texts.append(f"{key.rsplit('.', 1)[-1]}={'off' if value is None else value}")
     return texts
-
-
-def _independent(arms: Sequence[Arm], keys: Iterable[str]) -> list[str]:
-    """Return the keys without those that follow from earlier keys of their group."""
-
-    def levels(keys: list[str]) -> int:
-        return len({repr([arm.get(key) for key in keys]) for arm in arms})
-
-    independent: list[str] = []
-    for key in keys:
-        group = [earlier for earlier in independent if earlier.split(".")[0] == key.split(".")[0]]
-        if levels([*group, key]) > levels(group):
-            independent.append(key)
-    return independent
 
 
 def short_names(arms: Sequence[Arm]) -> dict[str, str]:

@@ -289,7 +289,7 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
         sizes = run.settings.get("training.seq_len"), run.tokens_per_step, run.planned_steps
         kind = Kind(run.experiment, run.scale, run.data.get("fingerprint"), *sizes, run.base)
         settings = {key: value for key, value in run.settings.items() if value is not None}  # as `varying` compares
-        groups[kind][run.arm, hash_of(settings)].append(run)  # `run.hash` has the path of a fork's base in it
+        groups[kind][run.arm, hash_of(settings)].append(run)
     of_experiment: dict[str, list[Comparison]] = defaultdict(list)
     for kind, runs_by_arm in groups.items():
         arms = [_arm(name, group) for (name, _), group in runs_by_arm.items()]

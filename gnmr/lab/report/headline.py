@@ -9,10 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from rich import filesize
+
 from gnmr.errors import plural
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Bounds, Comparison
-from gnmr.lab.report.layout import interval_text, percent, relative, size, whole_percent
+from gnmr.lab.report.layout import interval_text, percent, relative, whole_percent
 from gnmr.lab.report.statistics import BETTER, EQUAL, FEWEST, LEVEL, NO_DIFFERENCE, WORSE, Result, p_text, paired
 from gnmr.pages import Figure
 
@@ -167,7 +169,7 @@ def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure | None:
     else:
         extra_bytes, source = arm.mean("spent_extra_bytes") or 0, "predicted"
     if extra_bytes > 0:
-        details.append(f"{size(extra_bytes)} more saved for backward, {source}")
+        details.append(f"{filesize.decimal(round(extra_bytes))} more saved for backward, {source}")
     if (sent := arm.mean("numbers_sent_frac")) is not None:
         details.append(f"sends {percent(sent)} of the numbers")
     return Figure(f"{comparison.spend_of} recovered", percent(comparison.spend(arm)), "; ".join(details))

@@ -147,24 +147,22 @@ def _losses(comparison: Comparison) -> Tree:
     """Return the lines of training and validation loss, as they are and minus the 16-bit arm's of the same seed."""
     width = bin_width(max(run.last_step for run in comparison.runs), _TRAIN_POINTS)
     curves = {run.folder: _curves(run, width) for run in comparison.runs}
-    plain, relative, references, covered = list[Tree](), list[Tree](), set[str](), set[str]()
+    plain, relative, references = list[Tree](), list[Tree](), set[str]()
     for number, arm in enumerate(comparison.arms):
-        reference = comparison.reference(arm)
-        reference_runs = [] if reference is None or reference is arm else reference.runs
-        of_reference = {run.seed: curves[run.folder] for run in reference_runs}
-        paired_runs = [run for run in arm.runs if run.seed in of_reference]
+        reference = comparison.reference(arm) or arm
+        of_reference = {} if reference is arm else {run.seed: curves[run.folder] for run in reference.runs}
         for name in ("train", "val"):
             plain += _lines(number, name, [(run, curves[run.folder][name]) for run in arm.runs])
-            # Aligned by step: a step that one of the two lacks becomes NaN, which is dropped below.
-            differences = [(run, curves[run.folder][name] - of_reference[run.seed][name]) for run in paired_runs]
-            finite = [(run, difference[np.isfinite(difference)]) for run, difference in differences]
-            if reference is not None and (lines := _lines(number, name, finite)):
+            # Aligned by step: a step that one of the two lacks becomes NaN, which is dropped.
+            differences = [
+                (run, curves[run.folder][name] - of_reference[run.seed][name])
+                for run in arm.runs
+                if run.seed in of_reference
+            ]
+            if lines := _lines(number, name, [(run, change[np.isfinite(change)]) for run, change in differences]):
                 relative += lines
-                covered.add(arm.label)
                 references.add(reference.label)
-    to = next(iter(references)) if len(references) == 1 else "16 bits"
-    without = len(comparison.arms) - len(covered) - len(references)
-    return {"width": width, "plain": plain, "relative": relative, "to": to, "without": without}
+    return {"width": width, "plain": plain, "relative": relative, "references": sorted(references)}
 
 
 def _curves(run: Run, width: int) -> dict[str, pd.Series]:

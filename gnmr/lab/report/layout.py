@@ -127,17 +127,6 @@ def interval_text(ends: Iterable[float], show: Callable[[float], str], between: 
     return between.join(show(end).removesuffix("%") for end in ends)
 
 
-def size(number: float | None) -> str:
-    """Bytes in binary units."""
-    if number is None or not math.isfinite(number):
-        return NOTHING
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1024 and len(units) > 1:
-        number, units = number / 1024, units[1:]
-    digits = 0 if units[0] == "B" or number >= 100 else 1 if number >= 10 else 2
-    return f"{number:.{digits}f} {units[0]}"
-
-
 def count(number: float | None) -> str:
     """1_300_000_000 -> 1.3B; 2048 -> 2,048."""
     if number is None:

@@ -166,13 +166,14 @@ function chart(host, { lines, range, log = false, yTitle, heading, marks = [], b
 let current = 0, relativeChosen = null, hidden = new Set(), zooms = {};
 function drawLoss() {
   const { arms, loss, tokens } = DATA[current], covered = new Set(loss.relative.map(line => line.arm)).size;
+  const to = loss.references.length === 1 ? loss.references[0] : "16 bits", without = arms.length - covered - loss.references.length;
   const relative = Boolean(covered) && (relativeChosen ?? 2 * covered + 1 >= arms.length), every = relative ? loss.relative : loss.plain;
   const names = ["train", "val"].filter(name => every.some(line => line.of === name && known(line.y).length > (name === "val"))), many = arms.length > MANY;
   $("loss").hidden = !names.length;
   if (!names.length) return;
-  $("loss-controls").replaceChildren(...covered ? [toggle([`minus ${loss.to}`, "as it is"], relative ? 0 : 1, place => { relativeChosen = !place; zooms = {}; drawLoss(); })] : []);
-  const without = loss.without > 0 ? ` ${loss.without} arm${loss.without === 1 ? " has" : "s have"} no such reference and ${loss.without === 1 ? "is" : "are"} not shown.` : "";
-  const what = relative ? `Difference to ${loss.to} with the same seed: 0 is 16 bits, below is better.${without}` : covered ? "" : "There is no 16-bit arm with the same seeds, so the losses are shown as they are.";
+  $("loss-controls").replaceChildren(...covered ? [toggle([`minus ${to}`, "as it is"], relative ? 0 : 1, place => { relativeChosen = !place; zooms = {}; drawLoss(); })] : []);
+  const missing = without > 0 ? ` ${without} arm${without === 1 ? " has" : "s have"} no such reference and ${without === 1 ? "is" : "are"} not shown.` : "";
+  const what = relative ? `Difference to ${to} with the same seed: 0 is 16 bits, below is better.${missing}` : covered ? "" : "There is no 16-bit arm with the same seeds, so the losses are shown as they are.";
   $("loss-plots").replaceChildren(); $("loss-multiples").replaceChildren(); $("loss-legend").replaceChildren();
   if (many) {
     const of = names.includes("val") && every.some(line => line.of === "val" && line.x.length > 2) ? "val" : names[0];

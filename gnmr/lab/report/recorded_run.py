@@ -30,7 +30,7 @@ from gnmr.records.schema import EVAL_FIELDS, STEP_FIELDS, SUMMARY_FIELDS, unit_s
 from gnmr.records.summary import summarize
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
 
-_FOLDER_NAME = re.compile(r"(?P<arm>.+)-(?P<hash>[0-9a-f]{8})-s(?P<seed>\d+)")
+_FOLDER_NAME = re.compile(r"(?P<arm>.+)-[0-9a-f]{8}-s(?P<seed>\d+)")
 _SHOWN = ("step", "unit", "norm", "risk", "active")
 _STEP_NUMBERS = [name for name in STEP_FIELDS if name not in ("nonfinite_unit", "over", "statistics")]
 _MOST_WORDS = 4000  # characters of a command or a reason
@@ -63,7 +63,6 @@ class Run:
     experiment: str
     scale: str
     arm: str
-    hash: str
     seed: int
     status: str  # done, failed, interrupted, or running: neither marker nor summary, so it runs or was killed
     reason: str | None  # why it failed or stopped, one line
@@ -225,13 +224,12 @@ def load(folder: Path) -> Run:
             if not isinstance(settings.get(key), int | None):
                 raise ValueError(f"{key}={settings[key]!r:.40}: must be a whole number")
     arm = header.get("arm") or named.get("arm") or folder.name
-    digest = named.get("hash") or config.hash_of(settings)
     experiment = settings.get("experiment_name") or header.get("experiment") or "custom"
     scale = settings.get("scale_name") or header.get("scale") or "custom"
     settings = {key: text(value) if isinstance(value, str) else value for key, value in settings.items()}
     if (base := settings.get("base")) is not None and _base_digest(header):
         settings["base"] = Path(str(base)).name  # wherever it lies: its checksum tells it from others
-    return Run(folder, settings, header, text(experiment), text(scale), text(arm), digest, seed, *_status(folder))
+    return Run(folder, settings, header, text(experiment), text(scale), text(arm), seed, *_status(folder))
 
 
 _OF_A_STEP = ("training.seq_len", "training.batch_size", "training.accumulation")
