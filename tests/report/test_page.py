@@ -91,7 +91,7 @@ def test_losses_are_of_runs_and_means_of_finished_seeds(tmp_path: Path) -> None:
     apart = [line for line in comparison["loss"]["relative"] if line["of"] == "val" and line.get("seeds")]
     mean = np.log(np.array([[50, 51], [40, 41]]) / 39).mean(axis=1)
     assert [(line["arm"], line["y"][1]) for line in apart] == [(n, pytest.approx(mean[n], rel=1e-4)) for n in (0, 1)]
-    assert comparison["loss"]["to"] == "bf16"
+    assert comparison["loss"]["references"] == ["bf16"]
 
 
 def test_a_map_as_the_page_reads_it(tmp_path: Path) -> None:
