@@ -181,6 +181,8 @@ class ModelPasses(ForwardPasses):
         self._first: Output | None = None
         """Output of batch 1 on the recovery path, before all measurements."""
         self._noise = SAME_NATS
+        self.rounded_in = ""
+        """Dtype of the outputs that `rounding` moved, such as bfloat16."""
         """Nats by which two such outputs may differ."""
 
     # ---- forward ----
@@ -319,6 +321,7 @@ class ModelPasses(ForwardPasses):
         def moved_by_a_rounding(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             # Up or down with the same probability, so that the roundings of many elements do not add up to a shift.
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
+            self.rounded_in = str(output.dtype).removeprefix("torch.")
             return torch.nextafter(output, torch.inf * sign)
 
         with self._recording() as calls:

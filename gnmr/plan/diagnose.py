@@ -277,6 +277,7 @@ class _Findings:
     unplanned: tuple[GemmCost, ...] = ()
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
     limit: float | None = None
+    limit_dtype: str = ""
     choices: Collection[str] = ()
     """Operators without a gradient whose KL alone is not 0."""
     first_batch: Any = None
@@ -319,6 +320,7 @@ class _Measurement:
             budget=self.budget,
             gate=self.gate,
             limit=findings.limit,
+            limit_dtype=findings.limit_dtype,
             labels=costs[0].labels,
             estimate=costs[0].estimate,
             pins={
@@ -401,6 +403,7 @@ class _Measurement:
                 for key, values in scores.items()
             },
             limit=limit,
+            limit_dtype=passes.rounded_in,
             choices={row.operator for row in without_gradient if row.value},
             first_batch=first_batches[0],
         )

@@ -154,7 +154,9 @@ class Diagnosis:
     caches: Mapping[str, PathCost] = field(default_factory=dict)
     """Cost on the held-out batches of all keys and values in `kv_cast`: `alone`, and with the `plan`."""
     limit: float | None = None
-    """KL from rounding in the model's own dtype, nats per token."""
+    """The detection limit: KL from one rounding of each operator's output in `limit_dtype`, nats per token."""
+    limit_dtype: str = ""
+    """Dtype of the operators' outputs, such as bfloat16."""
     against: bool = False
     """True if two sides are compared; `recipe` is then the rollout's and `recovery` the trainer's."""
     sides: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -597,12 +599,13 @@ def _sentence(diagnosis: Diagnosis) -> str:
     if diagnosis.against:
         return _of_two_sides(diagnosis)
     start = f"nothing {'more ' if diagnosis.pins else ''}has to be kept: " if diagnosis.little else ""
+    optional = _optional_plan(diagnosis) if start else ""
     unit, batches = "nats" if measured.kl is None else "nats of KL per token", plural(measured.batches, "batch")
     # What these batches cannot show.
     if measured.kl is not None and measured.nats <= (diagnosis.limit or 0.0):
         return (
-            f"{start}{under}{recipe} costs {format_nats(measured.nats)} {unit}, no more than rounding of this model "
-            f"makes ({format_nats(diagnosis.limit or 0.0)}), so nothing can be told of it"
+            f"{start}{under}{recipe} costs {format_nats(measured.nats)} {unit}, no more than the detection limit of "
+            f"{format_nats(diagnosis.limit or 0.0)} ({limit_origin(diagnosis)}), so nothing can be told of it{optional}"
         )
     if not measured.above_noise:
         estimate = "single values add up to" if diagnosis.estimate == "measured" else "by estimate"
@@ -616,13 +619,13 @@ def _sentence(diagnosis: Diagnosis) -> str:
         return (
             f"{start}{under}{recipe} costs nothing here that {batches} can show "
             f"({measured.nats:+.2g}{spread} {unit}, {estimate})"
-            f"{'' if start else ': more batches would tell'}"
+            f"{optional if start else ': more batches would tell'}"
         )
     # What it costs, and what to do about it.
     losses = "" if measured.high is None else f" (loss {measured.high:.4f} -> {measured.low:.4f})"
     cost = f"{start}{under}{recipe} costs {format_nats(measured.nats)} {unit} against {diagnosis.recovery}{losses}"
     if start:
-        return f"{cost}, less than {LITTLE}"
+        return f"{cost}, less than {LITTLE}{optional}"
     if diagnosis.pins:
         return f"{cost}, with {_gemms(diagnosis.pins)} of {len(diagnosis.rows)} GEMMs on {_recipes(diagnosis.pins)}"
     if diagnosis.total <= 0:
@@ -637,6 +640,18 @@ def _sentence(diagnosis: Diagnosis) -> str:
         _better_guess(diagnosis),
     ]
     return "; ".join(filter(None, clauses))
+
+
+def limit_origin(diagnosis: Diagnosis) -> str:
+    """Say what KL the detection limit is."""
+    return f"the KL that one rounding of each output in {diagnosis.limit_dtype or 'its own dtype'} makes"
+
+
+def _optional_plan(diagnosis: Diagnosis) -> str:
+    """Say that a plan is shown although nothing has to be kept; empty if there is none."""
+    if not diagnosis.chooses or not (choice := diagnosis.choice()).pins:
+        return ""
+    return f"; the plan, for {_time(diagnosis, choice.extra)}, is optional: it {_remains(diagnosis, choice)}"
 
 
 def _of_caches(diagnosis: Diagnosis) -> list[str]:

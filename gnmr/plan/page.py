@@ -17,7 +17,7 @@ import numpy as np
 from gnmr.errors import first_few, plural, printable
 from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
 from gnmr.pages import render
-from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out, plan_label, token_line
+from gnmr.plan.diagnosis import CURVE, Diagnosis, label, left_out, limit_origin, plan_label, token_line
 from gnmr.plan.gemm_times import without_times
 
 _TOP = 10
@@ -191,8 +191,10 @@ def totals(diagnosis: Diagnosis) -> list[str]:
         summed += f", interaction {diagnosis.interaction:+.2g}"
         if diagnosis.interacts:
             summed += " (large: errors of several GEMMs work together, so only what was measured of a plan is sure)"
-    limits = (("detection limit", diagnosis.limit), ("gate", diagnosis.gate))
-    summed += "".join(f"; {name} {short(value)}" for name, value in limits if value is not None)
+    if diagnosis.limit is not None:
+        summed += f"; detection limit {short(diagnosis.limit)} ({limit_origin(diagnosis)})"
+    if diagnosis.gate is not None:
+        summed += f"; gate {short(diagnosis.gate)}"
     paths = paths_name(diagnosis)
     lines = [f"{paths}: {line_of(diagnosis.measured)}", summed]
     if diagnosis.chooses:

@@ -1023,8 +1023,8 @@ def test_batches_with_outputs_of_different_kinds_are_refused(which: int, where: 
 def test_a_kl_below_the_detection_limit_is_said() -> None:
     found = diagnosed(Mixer().eval(), confirm=0, held_out=())
     below = replace(found, limit=2 * found.measured.kl)
-    assert "no more than rounding of this model makes" not in found.verdict()
+    assert "no more than the detection limit" not in found.verdict()
     assert (
-        f"nats of KL per token, no more than rounding of this model makes ({format_nats(below.limit)})"
-        in below.verdict()
-    )
+        f"nats of KL per token, no more than the detection limit of {format_nats(below.limit)} (the KL that one "
+        "rounding of each output in float32 makes), so nothing can be told of it"
+    ) in below.verdict()
