@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
@@ -510,7 +510,7 @@ def _conversion_findings(
         missing = [operator for operator in missing if any_low and isinstance(operator.module, LinearOperator)]
     for reason, misfits in not_applied.items():
         problem = f"{reason}, and it is in {_in_words(misfits[0])}"
-        right = "16 bits; hand the list to the conversion itself"
+        right = "all GEMMs in 16 bits; hand the list to the conversion itself"
         yield Finding("not applied", tuple(operator.name for operator in misfits), problem, right)
     problem = "is in 16 bits, and nothing leaves it out"
     right = "convert it, or name it in the list (widths may not fit)"
@@ -535,13 +535,19 @@ def _recipe_findings(operators: Sequence[Operator], recipe: Recipe) -> Iterator[
     for operator in operators:
         for gemm in GEMMS if operator.low and operator.declared is not None else ():
             # Libraries declare formats and scales; rounding and rotation are not compared.
-            actual = " x ".join(_format_and_scale(operator.grain(gemm, operand)) for operand in READS[gemm])
-            wanted = " x ".join(_format_and_scale(getattr(getattr(recipe, gemm), operand)) for operand in READS[gemm])
+            actual = _product_words(operator.grain(gemm, operand) for operand in READS[gemm])
+            wanted = _product_words(getattr(getattr(recipe, gemm), operand) for operand in READS[gemm])
             if actual != wanted and gemm not in operator.pinned:
                 unlike.setdefault((gemm, actual, wanted), []).append(operator.name)
     for (gemm, actual, wanted), names in unlike.items():
-        problem = f"{gemm} is {actual}, and recipe={recipe.name} has {wanted}"
+        problem = f"{gemm} is in {actual}, and recipe={recipe.name} has it in {wanted}"
         yield Finding("another recipe", tuple(names), problem, wanted)
+
+
+def _product_words(casts: Iterable[Any]) -> str:
+    """Describe the operands of a product: `e4m3/tensor x e4m3/tensor`, or `16 bits` if none is cast."""
+    operands = [_format_and_scale(cast) for cast in casts]
+    return " x ".join(operands) if {*operands} != {"16 bits"} else "16 bits"
 
 
 def _format_and_scale(cast: Any) -> str:
@@ -570,7 +576,9 @@ def _odd_findings(operators: Sequence[Operator]) -> Iterator[Finding]:
             alone = [o for o in few if any(other.low != o.low for other in blocks[unit_of(o.name, "block")])]
             if alone or any(o.low for o in few):
                 names = tuple(o.name for o in alone or few)
-                problem = f"is in {precision[0]}, and the {len(usual)} others of its kind in {usual[0].words('fprop')}"
+                pairs = zip(GEMMS, precision, map(usual[0].words, GEMMS), strict=True)
+                gemm, words, usual_words = next(pair for pair in pairs if pair[1] != pair[2])
+                problem = f"its {gemm} is in {words}, and that of the {len(usual)} others of its kind in {usual_words}"
                 yield Finding("odd one out", names, problem, "the same, or a list that says so")
 
 
@@ -693,8 +701,19 @@ def _operand_findings(observed: _Observed) -> Iterator[Finding]:
 
 
 def _in_words(operator: Operator) -> str:
-    """Return its precision for a sentence."""
-    return operator.words("fprop") if operator.declared is not None else f"low precision ({operator.kind})"
+    """Return the precision of an operator in low precision for a sentence, with the casts of the GEMMs that are cast.
+
+    Some GEMMs may be in 16 bits, such as those that are pinned.
+    """
+    by_casts: dict[str, list[str]] = {}
+    for gemm in GEMMS:
+        if any(operator.grain(gemm, operand) for operand in READS[gemm]):
+            by_casts.setdefault(operator.words(gemm), []).append(gemm)
+    casts = [
+        f"{'all GEMMs' if len(gemms) == len(GEMMS) else ' and '.join(gemms)} in {words}"
+        for words, gemms in by_casts.items()
+    ]
+    return f"low precision ({', '.join(casts) or operator.kind})"
 
 
 def _row(operator: Operator, observed: _Observed, dynamic: bool) -> OperatorRow:

@@ -262,7 +262,7 @@ def test_a_recipe_that_is_not_in_force_and_another_one() -> None:
     assert len(found.findings[0].where) == 6, "the head is no part of it"
     found = audited(converted("fp8_hybrid")[0], recipe="mxfp8")
     assert {f.kind for f in found.findings} == {"another recipe"} and len(found.findings) == 3
-    assert "fprop is e4m3/tensor x e4m3/tensor, and recipe=mxfp8 has e4m3/mx x e4m3/mx" in lines(found)
+    assert "fprop is in e4m3/tensor x e4m3/tensor, and recipe=mxfp8 has it in e4m3/mx x e4m3/mx" in lines(found)
 
 
 def test_one_operator_that_was_left_out() -> None:

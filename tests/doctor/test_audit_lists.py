@@ -133,6 +133,16 @@ def test_a_trap_a_miss_and_a_list_that_was_not_applied() -> None:
     assert "right would be: 'lm_head'" in lines(found) and len(found.findings[1].where) == 2
 
 
+def test_a_list_that_a_pin_does_not_replace_is_reported_with_the_gemms_that_are_cast() -> None:
+    model, pins = net(), {"layers.0.up_proj": {"fprop": "bf16"}}
+    convert(model, PathSpec(low="fp8_hybrid", recovery="bf16", exclude=["lm_head"], pins=pins))
+    found = gnmr.audit(model, lists={"filter_fqns": ["layers.0.up_proj", "lm_head"]})
+    assert lines(found).startswith(
+        "not applied: layers.0.up_proj: filter_fqns 'layers.0.up_proj' leaves it out, and it is in low precision "
+        "(dgrad and wgrad in e5m2/tensor x e4m3/tensor); right would be: all GEMMs in 16 bits; "
+    ), lines(found)
+
+
 def test_what_no_list_leaves_out_should_be_converted() -> None:
     model = low(lambda name: name == "layers.4.up_proj")
     assert said(gnmr.audit(model, lists={"filter_fqns": ["lm_head"]})) == [("not converted", "layers.4.up_proj")]
