@@ -57,17 +57,6 @@ class Kind(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """A static low arm, its static recovery arm, and the arms between them."""
-
-    low: Arm
-    high: Arm
-    between: tuple[Arm, ...]
-    family: Family  # every arm against `low`; the arms by their labels
-    against_random: tuple[Result, ...]  # every arm that has a random arm with the same budget, against that arm
-
-
 @dataclass
 class Comparison:
     """Arms of one experiment and scale over the same data, block length, tokens per step and steps."""
@@ -119,54 +108,55 @@ class Comparison:
             return None
         return arm.mean("spent_gemm_frac") if self.spend_of == "GEMM FLOPs" else arm.promoted
 
+    @cached_property
+    def by_label(self) -> dict[str, Arm]:
+        """The arms by label."""
+        return {arm.label: arm for arm in self.arms}
+
     @property
     def values(self) -> dict[str, Losses]:
         """The losses of the arms by label."""
         return {arm.label: arm.losses for arm in self.arms}
 
     @cached_property
-    def bounds(self) -> list[Bounds]:
-        """Every pair of bounds with the arms that lie between them."""
-        arms = {arm.label: arm for arm in self.arms}
-        between: dict[tuple[str, str], list[Arm]] = {}
+    def families(self) -> list[Family]:
+        """The arms between each pair of bounds; every arm of a family is tested against its low bound."""
+        arms_of_bounds: dict[tuple[str, str], list[str]] = {}
         for arm in self.arms:
             low, high = self.low(arm), self.recovery(arm)
             if low is not None and high is not None and low is not high and arm.losses:
-                members = between.setdefault((low.label, high.label), [])
-                if arm is not low and arm is not high:
-                    members.append(arm)
-        return [
-            self._bounds(arms[low], arms[high], members)
-            for (low, high), members in between.items()
-            if arms[low].losses and arms[high].losses
-        ]
-
-    def _bounds(self, low: Arm, high: Arm, between: list[Arm]) -> Bounds:
-        values = {arm.label: arm.losses for arm in (low, *between, high)}
-        randoms = [(arm.label, other.label) for arm in between if (other := self.random(arm)) and other.label in values]
-        ends = {"low": low.label, "high": high.label}
-        family = judge(values, [(label, low.label) for label in values if label != low.label], **ends)
-        return Bounds(low, high, tuple(between), family, judge(values, randoms, **ends).results if randoms else ())
+                arms_of_bounds.setdefault((low.label, high.label), []).append(arm.label)
+        families = []
+        for (low_label, high_label), labels in arms_of_bounds.items():
+            between = [label for label in labels if label not in (low_label, high_label)]
+            values = {label: self.values[label] for label in (low_label, *between, high_label)}
+            if values[low_label] and values[high_label]:
+                contrasts = [(label, low_label) for label in (*between, high_label)]
+                families.append(judge(values, contrasts, low=low_label, high=high_label))
+        return families
 
     @cached_property
     def tests(self) -> dict[str, Result]:
         """Each arm against the arm that never recovers, by label; arms without such an arm have none."""
         tests: dict[str, Result] = {}
-        for bounds in self.bounds:
-            for arm, test in zip((*bounds.between, bounds.high), bounds.family.results, strict=True):
-                share, value = None, gap_closed(bounds.low.losses, arm.losses, bounds.high.losses)
-                if arm is not bounds.high and value is not None:
+        for family in self.families:
+            for test in family.results:
+                share, value = None, gap_closed(*(self.values[arm] for arm in (family.low, test.arm, family.high)))
+                if test.arm != family.high and value is not None:
                     share = Share(value, test.closed.interval if test.closed else None)
-                tests.setdefault(arm.label, replace(test, closed=share))
+                tests.setdefault(test.arm, replace(test, closed=share))
         lows = {arm.label: low.label for arm in self.arms if (low := self.low(arm)) is not None and low is not arm}
         return self._with_paired_tests(tests, lows)
 
     @cached_property
     def random_tests(self) -> dict[str, Result]:
         """Each arm against the random arm with the same budget, by label; in its family if there is one."""
-        families = [bounds for bounds in self.bounds if bounds.family.tested]
-        tests = {test.arm: test for bounds in families for test in bounds.against_random}
+        tests: dict[str, Result] = {}
         randoms = {arm.label: random.label for arm in self.arms if (random := self.random(arm)) is not None}
+        for family in self.families:
+            if family.tested:
+                pairs = [(arm, randoms[arm]) for arm in family.between if randoms.get(arm) in family.values]
+                tests |= {test.arm: test for test in family.test(pairs)}
         return self._with_paired_tests(tests, randoms)
 
     def _with_paired_tests(self, tests: dict[str, Result], controls: dict[str, str]) -> dict[str, Result]:

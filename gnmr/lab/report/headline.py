@@ -13,9 +13,20 @@ from rich import filesize
 
 from gnmr.errors import plural
 from gnmr.lab.report.arms import Arm
-from gnmr.lab.report.comparisons import Bounds, Comparison
+from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.layout import interval_text, percent, relative, whole_percent
-from gnmr.lab.report.statistics import BETTER, EQUAL, FEWEST, LEVEL, NO_DIFFERENCE, WORSE, Result, p_text, paired
+from gnmr.lab.report.statistics import (
+    BETTER,
+    EQUAL,
+    FEWEST,
+    LEVEL,
+    NO_DIFFERENCE,
+    WORSE,
+    Family,
+    Result,
+    p_text,
+    paired,
+)
 from gnmr.pages import Figure
 
 _MOST_NAMED = 4  # arms that the sentence names one by one
@@ -37,28 +48,25 @@ class Headline(NamedTuple):
 
 def headline(comparison: Comparison) -> Headline:
     """Return the sentence and the figures that a report begins with."""
-    # Of several pairs of bounds, the sentence is about the one with the most routed arms between them.
-    bounds = max(comparison.bounds, key=lambda bounds: len(_routed(bounds.between)), default=None)
-    routed, best = _routed(comparison.arms), None
-    if bounds is not None and (between := _routed(bounds.between)):
+    routed = [arm for arm in comparison.arms if arm.always is None]
+    # Of several families, the sentence is about the one with the most routed arms between its bounds.
+    families = [(family, [arm for arm in routed if arm.label in family.between]) for family in comparison.families]
+    family, between = max(families, key=lambda pair: len(pair[1]), default=(None, []))
+    if between:
         # The largest share comes first, and arms without a known share come last.
         routed = sorted(between, key=lambda arm: -_share(comparison, arm, -math.inf))
-        best = routed[0]
+    best = routed[0] if between else None
     if len(comparison.arms) == 1:
         first, sentences = _loss(comparison), [_endings(comparison)]
     else:
-        first, cost_sentence = _cost(comparison, bounds)
+        first, cost_sentence = _cost(comparison, family)
         sentences = [cost_sentence or _endings(comparison)]
     recovered = None
-    if bounds is not None and best is not None:
-        recovered, recovered_sentence = _recovered(comparison, bounds, best, routed)
+    if family is not None and best is not None:
+        recovered, recovered_sentence = _recovered(comparison, family, best, routed)
         sentences.append(recovered_sentence)
     figures = [figure for figure in (first, recovered, _spend(comparison, routed)) if figure is not None]
     return Headline(" ".join(sentences), tuple(figures), best.label if best else None)
-
-
-def _routed(arms: Sequence[Arm]) -> list[Arm]:
-    return [arm for arm in arms if arm.always is None]
 
 
 def _share(comparison: Comparison, arm: Arm, unknown: float) -> float:
@@ -66,10 +74,15 @@ def _share(comparison: Comparison, arm: Arm, unknown: float) -> float:
     return unknown if closed is None else closed.value
 
 
-def _cost(comparison: Comparison, bounds: Bounds | None) -> tuple[Figure | None, str]:
+def _cost(comparison: Comparison, family: Family | None) -> tuple[Figure | None, str]:
     """Return what low precision costs against 16 bits; nothing if the two arms cannot be compared."""
-    low = bounds.low if bounds is not None else next((arm for arm in comparison.arms if arm.always is not None), None)
-    reference = None if low is None else comparison.reference(low) or (bounds.high if bounds else None)
+    if family is not None:
+        low: Arm | None = comparison.by_label[family.low]
+    else:
+        low = next((arm for arm in comparison.arms if arm.always is not None), None)
+    reference = None if low is None else comparison.reference(low)
+    if reference is None and family is not None:
+        reference = comparison.by_label[family.high]
     if low is None or reference is None or reference is low:
         return None, ""
     subject = "low precision" if low.compression is None else "compression"
@@ -89,8 +102,8 @@ def _cost(comparison: Comparison, bounds: Bounds | None) -> tuple[Figure | None,
     test = comparison.tests.get(reference.label, change)
     p = test.p if test.control == low.label else change.p
     significant = p is not None and p < LEVEL
-    if bounds is not None and bounds.family.tested and reference is bounds.high:
-        significant = bounds.family.gate
+    if family is not None and family.tested and reference.label == family.high:
+        significant = family.gate
     if change.n < FEWEST:
         few = f"a test needs {FEWEST} {comparison.replicate}s"
         return figure, f"{subject.capitalize()} changed the perplexity by {value} ({detail}; {few})."
@@ -100,15 +113,15 @@ def _cost(comparison: Comparison, bounds: Bounds | None) -> tuple[Figure | None,
     return figure, f"{subject.capitalize()} {changed} the perplexity by {value.lstrip('+-')} ({detail})."
 
 
-def _recovered(comparison: Comparison, bounds: Bounds, best: Arm, routed: Sequence[Arm]) -> tuple[Figure | None, str]:
+def _recovered(comparison: Comparison, family: Family, best: Arm, routed: Sequence[Arm]) -> tuple[Figure | None, str]:
     """`best`: the arm that recovers most of the gap; `routed`: the arms between the bounds, the best first."""
-    names, family = comparison.names, bounds.family
-    low, high = names[bounds.low.label], names[bounds.high.label]
+    names, values = comparison.names, comparison.values
+    low, high = names[family.low], names[family.high]
     # The positive control: without a gap between the bounds, a share of it means nothing.
     if family.tested and not family.gate:
         why = f"{high} is not significantly better than {low} (p = {p_text(family.p_gate)})"
         return None, f"Since {why}, the arms between them are not judged."
-    if not bounds.low.losses.keys() & bounds.high.losses.keys() & best.losses.keys():
+    if not values[family.low].keys() & values[family.high].keys() & values[best.label].keys():
         return None, f"{low}, {high} and {names[best.label]} have no {comparison.replicate} in common."
     if (closed := comparison.tests[best.label].closed) is None:
         return None, f"There is no loss gap between {low} and {high} to recover, or their runs diverged."
@@ -131,17 +144,17 @@ def _recovered(comparison: Comparison, bounds: Bounds, best: Arm, routed: Sequen
         if spend is not None:
             text += f" with {percent(spend)}" + (f" of the {comparison.spend_of}" if arm is best else "")
         shares.append(f"{names[arm.label]} {text}")
-    sentence = f"Of the loss gap between {low} and {high}, {', '.join(shares)}. {_verdict(comparison, bounds, best)}"
+    sentence = f"Of the loss gap between {low} and {high}, {', '.join(shares)}. {_verdict(comparison, family, best)}"
     return Figure("gap recovered", whole_percent(closed.value), detail), sentence
 
 
-def _verdict(comparison: Comparison, bounds: Bounds, best: Arm) -> str:
+def _verdict(comparison: Comparison, family: Family, best: Arm) -> str:
     """Say what the table's tests show of the best arm, against the arm that never recovers and against random."""
-    if not bounds.family.tested:
+    if not family.tested:
         return f"A test needs {FEWEST} {comparison.replicate}s."
     test, random = comparison.tests[best.label], comparison.random_tests.get(best.label)
     relation = _AGAINST.get(test.verdict, _AGAINST[NO_DIFFERENCE])
-    verdict = f"{comparison.names[best.label]} is {relation} {comparison.names[bounds.low.label]}{_p(test)}"
+    verdict = f"{comparison.names[best.label]} is {relation} {comparison.names[family.low]}{_p(test)}"
     if random is None:
         return verdict + ("." if best.signal == "random" else "; no random arm has the same budget.")
     if random.verdict not in _AGAINST:

@@ -256,17 +256,47 @@ class Family:
 
     low: str
     high: str
+    values: Values
     n: int  # replicates that the two bounds have in common, also where a run diverged
-    results: tuple[Result, ...]
     model: Model | None
     gap: Contrast | None  # never minus always; None if one of them diverged
     p_gate: float | None  # of the positive control by itself
     gate: bool  # whether the positive control is shown to be better
+    results: tuple[Result, ...] = ()
+
+    @property
+    def between(self) -> list[str]:
+        """The arms between the two bounds."""
+        return [arm for arm in self.values if arm not in (self.low, self.high)]
 
     @property
     def tested(self) -> bool:
         """Return True if enough replicates have both bounds for a test."""
         return self.n >= FEWEST
+
+    def test(self, contrasts: Iterable[tuple[str, str]]) -> tuple[Result, ...]:
+        """Test contrasts of an arm and its control, with p-values that are adjusted over all of them."""
+        results = [self._test(arm, control) for arm, control in contrasts]
+        return tuple(adjusted(results) if self.gate else [replace(result, p=None) for result in results])
+
+    def _test(self, arm: str, control: str) -> Result:
+        exact, model = paired(self.values, arm, control), self.model
+        if model is None or (difference := model.between(arm, control)) is None:
+            return exact if any(exact.diverged) else replace(exact, p=None)
+        p = difference.p if exact.n >= FEWEST else None
+        tested = replace(exact, difference=difference, direction=difference.estimate, p=p)
+        if self.gap is None or not self.gate or arm in (self.low, self.high):
+            return tested
+        # Equivalence: arm - control + margin (low - high) is above 0, and arm - control - margin (low - high) below 0.
+        ends = []
+        for margin in (MARGIN, -MARGIN):
+            weights = dict.fromkeys((arm, control, self.low, self.high), 0.0)
+            for name, weight in ((arm, 1.0), (control, -1.0), (self.low, margin), (self.high, -margin)):
+                weights[name] += weight
+            ends.append(model.contrast(weights))
+        above, below = ends
+        p_equal = max(above.above, 1 - below.above) if above and below and exact.n >= FEWEST else None
+        return replace(tested, closed=model.closed(arm, self.low, self.high), p_equal=p_equal)
 
     def smallest(self, result: Result) -> float | None:
         """Return the difference to the control, as a share of the gap, that this test shows with 80% power."""
@@ -311,31 +341,8 @@ def judge(values: Values, contrasts: Sequence[tuple[str, str]], *, low: str, hig
     if gap is not None:
         p_gate, better = gap.p if exact.n >= FEWEST else None, gap.estimate > 0
     gate = p_gate is not None and p_gate < LEVEL and better
-    bounds = (low, high) if gap and gate else None
-    results = [_test(model, values, arm, control, bounds) for arm, control in contrasts]
-    results = adjusted(results) if gate else [replace(result, p=None) for result in results]
-    return Family(low, high, exact.n, tuple(results), model, gap, p_gate, gate)
-
-
-def _test(model: Model | None, values: Values, arm: str, control: str, bounds: tuple[str, str] | None) -> Result:
-    """Test one contrast, not adjusted. `bounds`: None without a gap."""
-    exact = paired(values, arm, control)
-    if model is None or (difference := model.between(arm, control)) is None:
-        return exact if any(exact.diverged) else replace(exact, p=None)
-    tested = replace(
-        exact, difference=difference, direction=difference.estimate, p=difference.p if exact.n >= FEWEST else None
-    )
-    if bounds is None or arm in bounds:
-        return tested
-    low, high = bounds
-    # Equivalence: arm - control + margin (low - high) is above 0, and arm - control - margin (low - high) below 0.
-    weights = [dict.fromkeys((arm, control, low, high), 0.0) for _ in range(2)]
-    for contrast, margin in zip(weights, (MARGIN, -MARGIN), strict=True):
-        for name, weight in ((arm, 1.0), (control, -1.0), (low, margin), (high, -margin)):
-            contrast[name] += weight
-    above, below = map(model.contrast, weights)
-    p_equal = max(above.above, 1 - below.above) if above and below and exact.n >= FEWEST else None
-    return replace(tested, closed=model.closed(arm, low, high), p_equal=p_equal)
+    family = Family(low, high, values, exact.n, model, gap, p_gate, gate)
+    return replace(family, results=family.test(contrasts))
 
 
 def adjusted(results: Sequence[Result]) -> list[Result]:

@@ -129,11 +129,11 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
             f"The difference in perplexity is that to {' or '.join(names)} with the same seed; below 0 is better. "
             "p is Holm-adjusted over the arms."
         )
-    for bounds in comparison.bounds:
-        if bounds.between:
-            notes.append(bounds.family.control_text())
-            if bounds.family.tested:
-                notes.append(bounds.family.method_text())
+    for family in comparison.families:
+        if family.between:
+            notes.append(family.control_text())
+            if family.tested:
+                notes.append(family.method_text())
     if "gap recovered" in columns:
         notes.append("Gap recovered: the share of the loss gap between the two bounds that the arm recovers.")
     if f"{comparison.spend_of}\nrecovered" in columns:
