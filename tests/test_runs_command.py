@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -22,12 +23,19 @@ from gnmr.records.find import changed, named
 EXAMPLE = Path(__file__).parents[1] / "runs" / "reference" / "example"
 
 
+def says(run: Path, command: str, **changes: object) -> None:
+    """Change the command in the header of a run, and other entries."""
+    header = run / "header.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"command": command} | changes))
+
+
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """runs/study/old and runs/study/new, in the current folder."""
     monkeypatch.chdir(tmp_path)
     for name, when in (("new", 2_000_000_000), ("old", 1_000_000_000)):
         folder = Path(shutil.copytree(EXAMPLE, f"runs/study/{name}"))
+        says(folder, "gnmr train experiment=act_quant_stress_2bit")
         for file in folder.iterdir():
             os.utime(file, (when, when))
     return tmp_path / "runs"
@@ -98,6 +106,17 @@ def test_a_smoke_run_is_the_latest_of_none_else(two, gnmr):
     assert named("latest") == "runs/study/old"
     shutil.rmtree(two / "study")
     assert named("latest") == "runs/smoke/custom/new"
+
+
+def test_a_trial_below_a_folder_of_ones_own_is_not_the_latest(two):
+    for command in ("gnmr train training.steps=20 runs_dir=runs/study", "gnmr train debug=smoke runs_dir=runs/study"):
+        says(two / "study/new", command)
+        assert named("latest") == "runs/study/old", command
+    says(two / "study/new", "gnmr train experiment=fork training.steps=20", base={"step": 600, "sha256": "0"})
+    assert named("latest") == "runs/study/new", "a fork has few steps"
+    for run in ("study/old", "study/new"):
+        says(two / run, "gnmr train training.steps=20 'broken")
+    assert named("latest") == "runs/study/new", "a command that cannot be read is of a run"
 
 
 def test_smoke_runs_have_a_folder_of_their_own():

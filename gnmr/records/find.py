@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -14,7 +15,8 @@ from gnmr.errors import UserError
 LATEST = "latest"  # the word for the run below runs/ whose records were written last, wherever a run's folder is named
 SMOKE = "smoke"
 """The folder of runs/ with trials: runs of debug=smoke, and of fewer than `TRIAL` steps that the command line asks for.
-None of them is the latest run while there is another one."""
+A trial that the command line puts elsewhere (runs_dir=, run_dir=) is one too. No trial is the latest run while there is
+another run."""
 TRIAL = 100
 _RECORDS = ("DONE", "FAILED", "summary.json", "steps.jsonl", "eval.jsonl", "header.json")
 _TAIL_BYTES = 1 << 16  # much longer than a row of steps.jsonl
@@ -74,8 +76,23 @@ def named(place: str, root: str | Path = "runs") -> str:
         return place
     if not Path(root).is_dir():
         raise UserError(f"{LATEST}: there is no folder {root}/ here, so no run; name a run's folder")
-    runs = find_runs([Path(root)])
-    return str(max([run for run in runs if SMOKE not in run.relative_to(root).parts] or runs, key=changed))
+    runs = sorted(find_runs([Path(root)]), key=changed, reverse=True)
+    return str(next((run for run in runs if not _is_trial(run, Path(root))), runs[0]))
+
+
+def _is_trial(run: Path, root: Path) -> bool:
+    """Return True for a trial: by its folder below `root`, or by the command in its header."""
+    from gnmr.records.reader import read_json  # imported here, because it imports pyarrow
+
+    if SMOKE in run.relative_to(root).parts:
+        return True
+    with suppress(OSError, UserError, ValueError):  # what cannot be read is a run all the same
+        header = read_json(run / "header.json") or {}
+        settings = dict(word.partition("=")[::2] for word in shlex.split(str(header.get("command"))))
+        # A fork of a base always has few steps.
+        few_steps = int(settings.get("training.steps", TRIAL)) < TRIAL
+        return header.get("base") is None and (few_steps or settings.get("debug") == SMOKE)
+    return False
 
 
 def finished(folder: Path) -> str:

@@ -53,7 +53,8 @@ usage: gnmr COMMAND [...]        gnmr COMMAND --help explains each
 
   --help, --version
 
-`latest` in place of a run's folder is the run below runs/ that was written last, trials in runs/smoke/ aside.
+`latest` in place of a run's folder is the run below runs/ that was written last, trials (debug=smoke, or fewer than 100
+steps) aside.
 
 exit codes: 0 done; 1 a run FAILED, or an audit has findings; 2 a mistake in what was asked for;
             128 + signal (130, 143, 138, 140, 129) after Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2 or SIGHUP, at which a run

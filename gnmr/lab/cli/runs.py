@@ -17,13 +17,13 @@ from rich.text import Text
 from gnmr.console import NARROW, for_tables, print_plain
 from gnmr.errors import UserError, plural, printable
 from gnmr.lab.cli.parser import Parser, whole
-from gnmr.records.find import LATEST, changed, find_runs, last_step
+from gnmr.records.find import LATEST, TRIAL, changed, find_runs, last_step
 from gnmr.records.reader import check_rows, read_json, read_jsonl
 from gnmr.records.untrusted import exists
 
 _TEXT = f"""\
-FOLDER is a run folder, or any folder above run folders (default: runs). The newest run is listed last, and is what
-`{LATEST}` means in place of a run's folder:
+FOLDER is a run folder, or any folder above run folders (default: runs). The newest run is listed last. In place of a
+run's folder, `{LATEST}` is the newest one below runs/ that is no trial (debug=smoke, or fewer than {TRIAL} steps):
 
   gnmr report {LATEST}            gnmr replay {LATEST} alpha=2.0            gnmr audit {LATEST}
 """
