@@ -74,18 +74,20 @@ class LinearRouting:
     """Names of the replaced configs."""
 
 
+@dataclass(kw_only=True, slots=True)
+class RoutedLinearConfig(Linear.Config):
+    """The replacement of `Linear.Config`."""
+
+    _routing: object = None
+
+
 class RoutedLinear(PathLinear, Linear):
     """A torchtitan linear that `GnmrTrainer` gives two paths."""
 
     plain_class = Linear
+    Config = RoutedLinearConfig
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        """The replacement of `Linear.Config`."""
-
-        _routing: object = None
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RoutedLinearConfig) -> None:
         Linear.__init__(self, config)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -100,6 +102,16 @@ class RoutedLinear(PathLinear, Linear):
         return PathLinear.forward(self, input)
 
 
+@dataclass(kw_only=True, slots=True)
+class GnmrConverterConfig(QuantizationConverter.Config):
+    """Either `paths` or a `plan`."""
+
+    paths: dict[str, Any] = field(default_factory=dict)
+    """Fields of `gnmr.PathSpec`; without targets, all linears in numbered layers except gates."""
+    plan: str | None = None
+    """A plan.json of `gnmr diagnose`, which sets the paths."""
+
+
 class GnmrConverter(QuantizationConverter):
     """Mark the linears that get two paths: one of `model_registry`'s converters.
 
@@ -107,16 +119,9 @@ class GnmrConverter(QuantizationConverter):
     (converted to float8, or fused with collectives).
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        """Either `paths` or a `plan`."""
+    Config = GnmrConverterConfig
 
-        paths: dict[str, Any] = field(default_factory=dict)
-        """Fields of `gnmr.PathSpec`; without targets, all linears in numbered layers except gates."""
-        plan: str | None = None
-        """A plan.json of `gnmr diagnose`, which sets the paths."""
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: GnmrConverterConfig) -> None:
         options = [option.name for option in fields(PathSpec)]
         if unknown := [name for name in config.paths if name not in options]:
             raise UserError(f"GnmrConverter: paths has no {unknown[0]!r}{nearest(unknown[0], options)}")
@@ -156,13 +161,20 @@ class GnmrConverter(QuantizationConverter):
                 raise UserError(f"GnmrConverter: {fqn}: the output head stays in 16 bits; name other targets")
             # The replacement takes over every field, so that it builds the same linear.
             options = {option.name: getattr(linear, option.name) for option in fields(linear) if option.init}
-            replacement = RoutedLinear.Config(**options, _routing=routing)
+            replacement = RoutedLinearConfig(**options, _routing=routing)
             if isinstance(parent, list):
                 parent[attribute] = replacement
             else:
                 setattr(parent, attribute, replacement)
         logger.info("gnmr: %d of %d linears will have two paths", len(routed_linears), len(linears))
         return model_config
+
+
+@dataclass(kw_only=True, slots=True)
+class GnmrTrainerConfig(Trainer.Config):
+    """torchtitan's sections, and ours."""
+
+    gnmr: ControlSection = field(default_factory=ControlSection)
 
 
 class GnmrTrainer(Trainer):
@@ -182,17 +194,14 @@ class GnmrTrainer(Trainer):
     another precision converter or LoRA's, and compiled blocks with paths that do not go into graphs, are refused too.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        """torchtitan's sections, and ours."""
-
-        gnmr: ControlSection = field(default_factory=ControlSection)
+    Config = GnmrTrainerConfig
+    """Assigned as in the classes above, because torchtitan looks for the config of a class under this name."""
 
     controller: Router
     decision: Decision | None = None
     """Decision of the last step."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: GnmrTrainerConfig) -> None:
         refuse(config)
         routing = _routing_of(config.model_spec.model)
         super().__init__(config)
@@ -264,10 +273,10 @@ class GnmrTrainer(Trainer):
             validate(*args, **kwargs)
 
 
-def routed(config: Trainer.Config, **control: Any) -> GnmrTrainer.Config:
+def routed(config: Trainer.Config, **control: Any) -> GnmrTrainerConfig:
     """Return the config of a torchtitan run for `GnmrTrainer`; `control` holds fields of `ControlSection`."""
     sections = {section.name: getattr(config, section.name) for section in fields(config) if section.init}
-    return GnmrTrainer.Config(**sections, gnmr=ControlSection(**control))
+    return GnmrTrainerConfig(**sections, gnmr=ControlSection(**control))
 
 
 def _routing_of(model_config: Any) -> LinearRouting:
@@ -278,7 +287,7 @@ def _routing_of(model_config: Any) -> LinearRouting:
             "one converter or the other"
         )
     linears = {fqn: linear for fqn, linear, *_ in model_config.traverse(Linear.Config)}
-    first = next((linear for linear in linears.values() if isinstance(linear, RoutedLinear.Config)), None)
+    first = next((linear for linear in linears.values() if isinstance(linear, RoutedLinearConfig)), None)
     if first is None:
         raise UserError(
             "GnmrTrainer: no linear has two paths: give model_registry converters=[GnmrConverter.Config(...)]"
@@ -286,14 +295,14 @@ def _routing_of(model_config: Any) -> LinearRouting:
     routing = first._routing
     assert isinstance(routing, LinearRouting)
     for name in routing.names:
-        if type(linears.get(name, first)) is not RoutedLinear.Config:
+        if type(linears.get(name, first)) is not RoutedLinearConfig:
             raise UserError(
                 f"GnmrTrainer: {name}: another converter (LoRA) was applied after GnmrConverter; use one of them"
             )
     return routing
 
 
-def _attached(model: nn.Module, routing: LinearRouting, config: GnmrTrainer.Config) -> Router:
+def _attached(model: nn.Module, routing: LinearRouting, config: GnmrTrainerConfig) -> Router:
     """Return the model's controller. Linears that the targets leave out become plain."""
     options = dict(routing.options)
     if "plan" not in options:
