@@ -15,18 +15,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Private, because torch.compiler says neither whether the compiler is in memory nor how much it has compiled. Public
+# answers would replace it.
+_COMPILER = "torch._dynamo"
+
 
 def compiler_loaded() -> bool:
     """Return whether this call may be compiled; without the compiler in memory, nothing can be."""
     # The first condition is a constant for the compiler, which therefore does not trace the second one.
-    return torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+    return torch.compiler.is_compiling() or _COMPILER in sys.modules
+
+
+def functions_compiled() -> int:
+    """Return how many functions torch.compile has looked at in this process."""
+    compiler: Any = sys.modules.get(_COMPILER)
+    return 0 if compiler is None else int(compiler.utils.counters["frames"]["total"])
 
 
 def between_graphs(function: Callable[P, R]) -> Callable[P, R]:

@@ -32,13 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gnmr.compiler import compiled_code_eagerly
 from gnmr.conversion.passes import in_backward
 from gnmr.conversion.reads import is_sharded
 from gnmr.errors import first_few
 from gnmr.formats.cast import rotated
+from gnmr.formats.dispatch_modes import TorchDispatchMode, without_modes
 from gnmr.formats.recipes import HADAMARD
 from gnmr.measure.absent_weights import gathered
 from gnmr.measure.guards import refuse_transformed
@@ -546,8 +546,7 @@ def _aside() -> Iterator[None]:
 
     Selective checkpointing would otherwise count them among the operations that it saves and looks up again.
     """
-    # `_disable_current_modes` has no public counterpart: a mode can leave only itself, not those that others entered.
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), without_modes():
         yield
 
 

@@ -34,10 +34,10 @@ from gnmr.conversion.reads import SHARDED, Place, Read, is_sharded, place_of
 from gnmr.conversion.shared import Casts, FaultInjection, Measurement
 from gnmr.formats.cast import Reference, quantize, rotated_dtype
 from gnmr.formats.cast_stats import AmaxHistory, CastStats
+from gnmr.formats.dispatch_modes import always_recomputed
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import RECIPES, Cast, ExecutionPath, Recipe
 from gnmr.formats.scaling import decompress, largest_magnitude
-from gnmr.formats.selective_checkpoints import always_recomputed
 from gnmr.names import OPERANDS
 
 Draws: TypeAlias = Callable[[int, int, int], torch.Generator]

@@ -48,10 +48,10 @@ from gnmr.conversion.scaled_mm import width_missing
 from gnmr.conversion.shared import Widths
 from gnmr.formats.cast import Reference
 from gnmr.formats.cast_stats import CastStats
+from gnmr.formats.dispatch_modes import always_recomputed
 from gnmr.formats.number_formats import FORMATS
 from gnmr.formats.recipes import RECIPES, Cast, Recipe
 from gnmr.formats.scaling import count_nonfinite, largest_magnitude, scale_of
-from gnmr.formats.selective_checkpoints import always_recomputed
 
 _INT8 = FORMATS["int8"]
 PER_ROW = Cast(_INT8, "row")

@@ -35,9 +35,9 @@ from gnmr.conversion.passes import Pass, begin, in_backward
 from gnmr.conversion.reads import SHARDED, Place, is_sharded, place_of
 from gnmr.conversion.scaled_mm import ScaledContext
 from gnmr.conversion.shared import FaultInjection, GraphLinear, Measurement, SharedState
+from gnmr.formats.dispatch_modes import always_recomputed
 from gnmr.formats.number_formats import Format, KeepFormat
 from gnmr.formats.recipes import ExecutionPath, Recipe
-from gnmr.formats.selective_checkpoints import always_recomputed
 from gnmr.names import GEMMS, OPERANDS
 
 _INPUT = OPERANDS.index("input")

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gnmr.formats.dispatch_modes import always_recomputed
 from gnmr.formats.number_formats import Format, RangeFormat
-from gnmr.formats.selective_checkpoints import always_recomputed
 
 TINY = torch.finfo(torch.float32).tiny
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -27,15 +27,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public path to it
 from torch.utils.flop_counter import flop_registry
 
-from gnmr.compiler import between_graphs, compiled_code_eagerly, compiler_loaded
+from gnmr.compiler import between_graphs, compiled_code_eagerly, compiler_loaded, functions_compiled
 from gnmr.conversion.cost import Work
 from gnmr.conversion.linear import PathLinear, transformed
 from gnmr.conversion.passes import in_backward
 from gnmr.conversion.unit_names import of_any_expert, operator_names
 from gnmr.errors import first_few
+from gnmr.formats.dispatch_modes import TorchDispatchMode
 from gnmr.measure.absent_weights import has_absent_weights
 from gnmr.measure.in_force import is_te_linear
 
@@ -257,7 +257,7 @@ class Counting(TorchDispatchMode):
         self._ran: set[nn.Module] = set()
         """Modules whose forward pass was counted; activation checkpointing may repeat it in the backward pass."""
         self._handles: list[Any] = []
-        self._frames_compiled = _frames_compiled()
+        self._functions_compiled = functions_compiled()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Return nothing for a copy of a model or a controller, which counts nothing."""
@@ -271,7 +271,7 @@ class Counting(TorchDispatchMode):
     @property
     def compiled(self) -> bool:
         """Whether passes may have been missed because something was compiled."""
-        return _frames_compiled() != self._frames_compiled or any(map(_is_compiled, self._model.modules()))
+        return functions_compiled() != self._functions_compiled or any(map(_is_compiled, self._model.modules()))
 
     # ---- which passes ----
 
@@ -479,13 +479,6 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-def _frames_compiled() -> int:
-    """Return how many functions torch.compile has looked at in this process."""
-    if not compiler_loaded():
-        return 0
-    return int(torch._dynamo.utils.counters["frames"]["total"])  # private, until torch.compiler has such a count
 
 
 def _area(module: Any) -> int:

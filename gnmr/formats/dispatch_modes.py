@@ -1,4 +1,7 @@
-"""Keep casts out of the caches of selective activation checkpointing."""
+"""Torch's dispatch modes, which see every operation: make one, hide from all, or from selective checkpointing alone.
+
+All private names of these modes are here.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,16 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-# Private, because torch has no public way to leave selective checkpointing; an ignored operation per cast would be one.
+# Private, because torch documents the class of a mode but has no public path to it, and lets a mode leave only itself.
+# A public path, and a public way to leave the modes of others, would replace all of this.
 from torch.utils import _python_dispatch as dispatch
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 _CACHES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 """Modes by which selective checkpointing caches the results of operations, and returns them in the recomputation."""
+TorchDispatchMode = dispatch.TorchDispatchMode
+without_modes = dispatch._disable_current_modes
+"""A context in which no mode sees an operation."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
