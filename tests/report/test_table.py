@@ -13,10 +13,10 @@ import yaml
 from recorded import Recorded, notes, row
 from scipy import stats
 
-from gnmr.lab.report.headline import _AGAINST, headline
+from gnmr.lab.report.headline import headline
 from gnmr.lab.report.layout import measure
 from gnmr.lab.report.recorded_run import load
-from gnmr.lab.report.statistics import Stat
+from gnmr.lab.report.statistics import RELATIONS, Stat
 from gnmr.lab.report.table import arm_table
 
 Write = Callable[..., Path]
@@ -120,7 +120,7 @@ def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
         verdict, _, p = told["vs random (p)"].rpartition(" ")
         assert f"recovered {told['gap recovered'].partition(' ')[0]} with 8.0% of the GEMM FLOPs" in sentence
         own = told["verdict (p)"].rpartition(" ")[2].strip("()")
-        assert f"(p = {own})" in sentence and _AGAINST[verdict].rpartition(" ")[2] in sentence
+        assert f"(p = {own})" in sentence and RELATIONS[verdict].rpartition(" ")[2] in sentence
         assert sentence.endswith(f" random with the same budget (p = {p.strip('()')}).")
 
 

@@ -26,7 +26,6 @@ _QUANTIZER = ("precision.site", "precision.rounding", "precision.targets", *_OF_
 """Keys of what a path does besides its format, and of the operators that have it."""
 _MODEL = ("model.", "training.dtype", "training.eval_sequences")
 _ROUTING = ("controller.", "records.")
-_SCALES = ("cpu", "60m", "130m", "350m", "1.3b", "3b")
 SAME_BUDGET = 0.1
 """By how much of the larger one two mean promotion shares may differ and still count as one budget.
 
@@ -272,7 +271,7 @@ def compare(runs: Iterable[Run]) -> list[Comparison]:
     """Group runs into comparisons.
 
     Returns:
-        Those of most runs first, then by experiment, scale and size. The arms have their labels.
+        Those of most runs first, then by experiment and size. The arms have their labels.
     """
     groups: dict[Kind, dict[tuple[str, str], list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
@@ -308,9 +307,8 @@ def short(fingerprint: str | None) -> str:
 
 def _order(comparison: Comparison) -> tuple[object, ...]:
     kind = comparison.kind
-    place = _SCALES.index(kind.scale) if kind.scale in _SCALES else len(_SCALES)
     size = (kind.tokens_per_step or 0) * (kind.steps or 0)
-    return -len(comparison.runs), kind.experiment, place, kind.scale, size, f"{kind.fingerprint} {kind.base}"
+    return -len(comparison.runs), kind.experiment, size, kind.scale, f"{kind.fingerprint} {kind.base}"
 
 
 def _arm(name: str, runs: list[Run]) -> Arm:

@@ -15,27 +15,10 @@ from gnmr.errors import plural
 from gnmr.lab.report.arms import Arm
 from gnmr.lab.report.comparisons import Comparison
 from gnmr.lab.report.layout import interval_text, percent, relative, whole_percent
-from gnmr.lab.report.statistics import (
-    BETTER,
-    EQUAL,
-    FEWEST,
-    LEVEL,
-    NO_DIFFERENCE,
-    WORSE,
-    Family,
-    Result,
-    p_text,
-    paired,
-)
+from gnmr.lab.report.statistics import FEWEST, LEVEL, NO_DIFFERENCE, RELATIONS, Family, Result, p_text, paired
 from gnmr.pages import Figure
 
 _MOST_NAMED = 4  # arms that the sentence names one by one
-_AGAINST = {
-    BETTER: "significantly better than",
-    WORSE: "significantly worse than",
-    EQUAL: "equal to",
-    NO_DIFFERENCE: "not significantly different from",
-}
 
 
 class Headline(NamedTuple):
@@ -153,13 +136,13 @@ def _verdict(comparison: Comparison, family: Family, best: Arm) -> str:
     if not family.tested:
         return f"A test needs {FEWEST} {comparison.replicate}s."
     test, random = comparison.tests[best.label], comparison.random_tests.get(best.label)
-    relation = _AGAINST.get(test.verdict, _AGAINST[NO_DIFFERENCE])
+    relation = RELATIONS.get(test.verdict, RELATIONS[NO_DIFFERENCE])
     verdict = f"{comparison.names[best.label]} is {relation} {comparison.names[family.low]}{_p(test)}"
     if random is None:
         return verdict + ("." if best.signal == "random" else "; no random arm has the same budget.")
-    if random.verdict not in _AGAINST:
+    if random.verdict not in RELATIONS:
         return f"{verdict}; it has too few {comparison.replicate}s in common with random of the same budget."
-    relation_to_random = _AGAINST[random.verdict]
+    relation_to_random = RELATIONS[random.verdict]
     if relation_to_random == relation:  # better than never and than random
         relation_to_random = relation.rpartition(" ")[2]
     return f"{verdict} and {relation_to_random} random with the same budget{_p(random)}."

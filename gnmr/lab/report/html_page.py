@@ -36,14 +36,13 @@ def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Pa
     """Return the page, which shows one of the comparisons at a time.
 
     Args:
-        comparisons: the comparisons, of which the one with most runs is shown first.
+        comparisons: the comparisons, the one to be shown first at the beginning.
         runs: all runs, for the table of runs.
         root: the folders of runs are shown relative to it.
     """
-    texts, data, room = list[Tree](), list[Tree](), MAP_CHARACTERS
+    texts, data = list[Tree](), list[Tree]()
     for comparison in comparisons:
-        # All comparisons share the characters that the page has for maps.
-        maps, no_room, room = _maps(comparison, room)
+        maps, no_room = _maps(comparison, MAP_CHARACTERS // len(comparisons))
         lead, arms = headline(comparison), _arms(comparison)
         apart = ", ".join(f"{name} {here}" for name, (here, _) in comparison.apart().items())
         texts.append(
@@ -67,31 +66,28 @@ def render_page(comparisons: Sequence[Comparison], runs: Sequence[Run], root: Pa
         comparisons=texts,
         data=data,
         runs=run_table(runs, root),
-        first=max(range(len(texts)), key=lambda number: len(comparisons[number].runs)),
     )
 
 
-def _maps(comparison: Comparison, room: int) -> tuple[list[Tree], list[str], int]:
-    """Return the unit maps, the runs for which there was no room, and the characters that are left.
+def _maps(comparison: Comparison, room: int) -> tuple[list[Tree], list[str]]:
+    """Return the unit maps that fit into so many characters, and the runs for which there was no room.
 
     The first run of each arm comes before the others, so that no arm is without a map.
     """
     numbered_runs = [(number, run) for number, arm in enumerate(comparison.arms) for run in arm.runs]
     numbered_runs.sort(key=lambda numbered: numbered[1] is not comparison.arms[numbered[0]].first)
-    maps: list[tuple[int, int, Tree]] = []
+    maps: dict[tuple[int, int], Tree] = {}
     no_room: list[str] = []
     for number, run in numbered_runs:
         matrices = run.units()  # one run's at a time: the matrices of a long run are large
-        if len(matrices.steps) == 0:
-            continue
-        tree = unit_map(comparison.arms[number], run, matrices) | {"origin": origin([run])}
-        size = sum(len(values["data"]) for values in tree["values"].values()) + 64 * len(tree["promotions"])
-        if no_room or size > room:
-            no_room.append(tree["label"])
-        else:
-            room -= size
-            maps.append((number, run.seed, tree))
-    return [tree for *_, tree in sorted(maps, key=lambda numbered: numbered[:2])], no_room, room
+        if len(matrices.steps):
+            tree = unit_map(comparison.arms[number], run, matrices) | {"origin": origin([run])}
+            room -= sum(len(values["data"]) for values in tree["values"].values()) + 64 * len(tree["promotions"])
+            if room < 0:
+                no_room.append(tree["label"])
+            else:
+                maps[number, run.seed] = tree
+    return [maps[place] for place in sorted(maps)], no_room
 
 
 def _arms(comparison: Comparison) -> list[Tree]:

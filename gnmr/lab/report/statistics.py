@@ -44,6 +44,13 @@ FEWEST, FEWEST_DIVERGED = 3, 5  # pairs that a verdict needs: with finite losses
 MARGIN = 0.1  # share of the gap that counts as equal
 BETTER, WORSE, EQUAL, NO_DIFFERENCE = "better", "worse", "equal", "no difference shown"
 TOO_FEW, NO_VERDICT = "too few seeds", "no verdict"
+RELATIONS = {
+    BETTER: "significantly better than",
+    WORSE: "significantly worse than",
+    EQUAL: "equal to",
+    NO_DIFFERENCE: "not significantly different from",
+}
+"""Verdicts as parts of a sentence."""
 _DRAWS = 999
 _LARGEST = 1e100  # losses above it cannot be squared, and count as diverged
 Losses = Mapping[Any, float]  # losses of an arm by replicate, inf where the run diverged

@@ -109,8 +109,8 @@ def limit(arm: Arm, run: Run, matrices: UnitMatrices) -> tuple[float, str]:
         trigger, first_step = run.trigger
         return trigger, "trigger" if first_step == 1 else f"trigger, from step {first_step} on"
     positive = matrices.risk_SU[matrices.risk_SU > 0]  # a fixed set has risks of 0 and 1, an unobserved unit none
-    room = np.mean(matrices.active_SU) * matrices.active_SU.size / max(len(positive), 1)
-    cut = float(np.quantile(positive, max(0.0, 1 - room), method="lower")) if len(positive) else 1.0
+    share = matrices.active_SU.sum() / max(len(positive), 1)
+    cut = float(np.quantile(positive, max(0.0, 1 - share), method="lower")) if len(positive) else 1.0
     return (cut if np.isfinite(cut) else 1.0), "typical cut of the ranking"
 
 
