@@ -138,7 +138,8 @@ class ModelLinks:
                 links[id(parent), name] = parent._modules, name, parent._modules[name]
                 parent = parent.get_submodule(name)
         self._links = list(links.values())
-        # The dicts of a module keep their identity, so that a step reads them without walking the model.
+        # The dicts of a module keep their identity, so that a step reads them without walking the model. They are
+        # private, and stay so until torch tells when a module or a parameter is exchanged.
         below = {inner: None for module in self._read for inner in module.modules()}
         self._dicts = [by_name for module in below for by_name in (module._modules, module._parameters)]
         self._lengths = [*map(len, self._dicts)]

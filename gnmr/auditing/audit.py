@@ -306,6 +306,7 @@ def _gradients(loss: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | Non
     if not any(map(is_sharded, trained)):
         # Not `backward`, which would run the hooks of a user's step.
         return torch.autograd.grad(loss, trained, allow_unused=True)
+    # Private, until a tensor lists its hooks.
     hooked = [p for p in trained if getattr(p, "_post_accumulate_grad_hooks", None)]
     right = "has parameters with hooks that run after their gradient (an optimizer in the backward pass?); remove them"
     require(not hooked, "model", "...", right)

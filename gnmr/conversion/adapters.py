@@ -627,6 +627,7 @@ def _eager_or_grouped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the implementation that the config names if its products are visible from Python, else the eager one."""
     owner_class: Any = type(module)
     forward = owner_class.plain_class.forward
+    # Private, until the public `set_experts_implementation` of transformers has a getter.
     config = getattr(module, "config", None)
     if getattr(config, "_experts_implementation", None) not in (None, "eager", "grouped_mm"):
         forward = inspect.unwrap(forward)

@@ -131,7 +131,7 @@ def products(a: Tensor, b: Tensor, real: bool) -> Tensor:
     if real and a.shape[1] > 1:  # for a single input oneDNN writes nothing, and the result is arbitrary memory
         if a.device.type == "cuda" and rows < _ROWS:
             a = F.pad(a, (0, 0, 0, _ROWS - rows))
-        # Private, because torch has no public product of integers.
+        # Private, because torch has no public product of integers, which would replace it.
         return torch._int_mm(a, b.t())[:rows]
     sums, partial_sums = (
         torch.zeros(rows, b.shape[0], dtype=dtype, device=a.device) for dtype in (torch.int32, torch.float32)

@@ -448,7 +448,7 @@ def hides_class(module: nn.Module) -> bool:
 
 def transformed() -> bool:
     """Return whether a transform of torch.func or forward-mode differentiation is active."""
-    # Private, because torch has no public question for either.
+    # Private, because torch has no public question for either, which would replace these.
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 

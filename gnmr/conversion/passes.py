@@ -149,7 +149,7 @@ def in_backward() -> bool:
 
 def graph_task() -> int:
     """Return the number of the backward pass that runs; -1 outside of one."""
-    # Private, because torch has no public number of it; `torch.utils.checkpoint` asks the same.
+    # Private, because torch has no public number of it, which would replace this. Its own checkpointing asks the same.
     return torch._C._current_graph_task_id()
 
 
@@ -172,7 +172,7 @@ def _regions() -> tuple[list[Any], Any]:
     A running region's hook for saved tensors encloses the region's frame, and a recomputation's hook encloses a weak
     reference to it. Hooks are read from the innermost one, with those above it taken off the stack for a moment.
     """
-    # Private, because torch has no public list of the hooks in force.
+    # Private, because torch has no public list of the hooks in force, which would replace this.
     innermost = torch._C._autograd._top_saved_tensors_default_hooks
     running: list[Any] = []
     repeated, taken_off = None, []

@@ -59,6 +59,7 @@ class Read:
 
         # Copies go with the tensor, at the latest.
         self._tensor = weakref.ref(x, let_go)
+        # Private: torch counts changes in place only here. A public counter would replace it.
         self._version = -1 if x.is_inference() else x._version
         self.reader, self.index = reader, index
         self._readers = {reader}

@@ -478,6 +478,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    # Private, until a module says whether `nn.Module.compile` was called; the class is that of torch.compile(module).
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
@@ -506,6 +507,7 @@ def _storage(x: Tensor) -> tuple[int, StorageWeakRef | None]:
     Returns (0, None) for a tensor without a storage.
     """
     with suppress(NotImplementedError, RuntimeError):
+        # Private, because the public `to_local` of a DTensor makes another tensor with every call.
         storage = StorageWeakRef(getattr(x, "_local_tensor", x).untyped_storage())
         return storage.cdata, storage
     return 0, None

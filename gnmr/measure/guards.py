@@ -115,6 +115,7 @@ def refuse_hidden(loss: Tensor, without_graph: set[str]) -> None:
         without_graph: names of linears that ran and have no graph.
     """
     kinds = [type(node) for node in _graph(loss)] if without_graph else []
+    # Private, until a node of a custom function names its class.
     functions = [kind._forward_cls for kind in kinds if issubclass(kind, BackwardCFunction)]  # type: ignore[attr-defined]
     if any(not function.__module__.startswith("gnmr.") for function in functions):
         name = min(without_graph)

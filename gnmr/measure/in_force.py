@@ -351,7 +351,9 @@ def _declared(name: str, module: nn.Module | LinearOperator) -> Operator:
     if isinstance(module, LinearOperator):
         return Operator(name, module, kind, dict.fromkeys(CONTRACTS))
     if type(module) is nn.Linear or kind == "NonDynamicallyQuantizableLinear":
-        local = getattr(weight, "_local_tensor", weight)  # FSDP2 makes a plain tensor of a DTensor's shards
+        # FSDP2 makes a plain tensor of a DTensor's shards. Private, because the
+        # public `to_local` makes another tensor.
+        local = getattr(weight, "_local_tensor", weight)
         if _is_plain(local) and _is_high(local):
             return Operator(name, module, "plain", dict.fromkeys(CONTRACTS))
         return Operator(name, module, type(weight.data).__name__, None)

@@ -74,5 +74,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     # As torch.nn.utils.clip_grad_norm_ does, with a norm that the step has computed already.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
-        # Private, because the public torch.nn.utils.clip_grads_with_norm_ scales in the dtype of the norm.
+        # Private, because the public torch.nn.utils.clip_grads_with_norm_ scales in the dtype of the norm. It would
+        # replace this if it took the scale.
         torch._foreach_mul_(gradients, scale.float())  # a scale rounded to bf16 could exceed the bound
