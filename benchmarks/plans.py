@@ -150,14 +150,12 @@ def pins_of(cell: Cell, found: Diagnosis) -> Choice:
     return pin_in_order(order, *given, rescue or "mxfp8", cell.budget)
 
 
-def unseen(both: torch.Tensor | Batch, validated: int) -> Batch:
+def unseen(both: Batch, validated: int) -> Batch:
     """Return `MEASURED` sequences of `both`, 2 `validated` of them, that lie between the ones that forks validate."""
     if len(both) < 2 * validated:
         raise SystemExit(f"the validation text has {len(both)} sequences of this length, not {2 * validated}")
     step = 2 * max(1, validated // MEASURED)
     between = slice(1, MEASURED * step, step)
-    if isinstance(both, torch.Tensor):
-        return Batch.of_sequences(both[between])
     positions = None if both.positions is None else both.positions[between]
     return Batch(both.tokens[between], both.targets[between], positions)
 

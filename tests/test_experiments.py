@@ -20,7 +20,7 @@ from gnmr.conversion import PathSpec, convert
 from gnmr.errors import UserError
 from gnmr.lab import config, models
 from gnmr.lab.config import compose as composing
-from gnmr.lab.train.build import assemble, train_step
+from gnmr.lab.train.build import assemble, first_batch, train_step
 
 CHECKPOINT = "model.checkpoint=somewhere"
 SETTINGS = {
@@ -249,7 +249,7 @@ def test_a_setting_takes_two_steps(words: tuple[str, ...], text_file: Path) -> N
     loaded = composing.compose([*words, *data, *small, *cap])
     parts = assemble(loaded, Path("unused"), lambda _: None)
     step = train_step(parts)
-    block = torch.from_numpy(parts.corpus.train[:17].astype("int64"))[None]
+    (block,) = first_batch(parts)
     results = []
     for number in (1, 2):
         for stress in parts.stress:

@@ -435,16 +435,16 @@ def test_a_ratio_over_noise_has_no_interval() -> None:
 
 def test_diagnosed_sequences_are_not_validated_on() -> None:
     tokens = np.arange(20_000)
-    validated = validation_sequences(tokens, 16, 64)[:, 0].tolist()
+    validated = validation_sequences(tokens, 16, 64).tokens[:, 0].tolist()
     both = validation_sequences(tokens, 16, 128)
     found = plans.unseen(both, 64)
     assert len({*found.tokens[:, 0].tolist()}) == plans.MEASURED and not {*found.tokens[:, 0].tolist()} & {*validated}
-    packed = Batch(both[:, :-1], both[:, 1:], both[:, :-1] % 16)
+    packed = Batch(both.tokens, both.targets, both.tokens % 16)
     documents = plans.unseen(packed, 64)
     assert documents.tokens.equal(found.tokens) and documents.targets.equal(found.targets)
     assert documents.positions is not None and documents.positions.equal(found.tokens % 16)
     with pytest.raises(SystemExit, match="not 128"):
-        plans.unseen(both[:100], 64)
+        plans.unseen(both.split(100)[0], 64)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ def numbered(num_sequences: int, spare: int = 0) -> np.ndarray:
 
 def read(sequences: TrainSequences, number: int, batch: int = 1) -> list[int]:
     """Sequence numbers, read from the first token of each sequence."""
-    return torch.cat([sequences.next(batch)[:, 0] // SEQ_LEN for _ in range(number // batch)]).tolist()
+    return torch.cat([sequences.next(batch).tokens[:, 0] // SEQ_LEN for _ in range(number // batch)]).tolist()
 
 
 @pytest.mark.parametrize("spare", range(SEQ_LEN))
@@ -26,7 +26,7 @@ def test_every_target_once_an_epoch(spare: int) -> None:
     sequences = TrainSequences(numbered(7, spare), SEQ_LEN, 3)
     assert sequences.num_sequences == 7
     for _ in range(3):
-        assert sorted(sequences.next(7)[:, 1:].flatten().tolist()) == list(range(1, 7 * SEQ_LEN + 1))
+        assert sorted(sequences.next(7).targets.flatten().tolist()) == list(range(1, 7 * SEQ_LEN + 1))
 
 
 @pytest.mark.parametrize("batch", [3, 10, 25])
@@ -88,11 +88,11 @@ def test_shorter_than_a_sequence() -> None:
 def test_validation_sequences_are_spread_evenly() -> None:
     tokens = numbered(10, spare=2)
     chosen = validation_sequences(tokens, SEQ_LEN, 4)
-    assert chosen.shape == (4, SEQ_LEN + 1) and chosen.dtype == torch.int64
-    assert (chosen[:, 0] // SEQ_LEN).tolist() == [0, 2, 5, 7]
-    assert (chosen[:, 1:] - chosen[:, :-1] == 1).all()
-    assert (validation_sequences(tokens, SEQ_LEN, 99)[:, 0] // SEQ_LEN).tolist() == list(range(10))
-    assert torch.equal(validation_sequences(tokens.copy(), SEQ_LEN, 4), chosen)
+    assert chosen.tokens.shape == (4, SEQ_LEN) and chosen.tokens.dtype == torch.int64
+    assert (chosen.tokens[:, 0] // SEQ_LEN).tolist() == [0, 2, 5, 7] and chosen.num_targets == 4 * SEQ_LEN
+    assert torch.equal(chosen.targets, chosen.tokens + 1)
+    every = validation_sequences(tokens, SEQ_LEN, 99)
+    assert (every.tokens[:, 0] // SEQ_LEN).tolist() == list(range(10))
 
 
 def test_a_batch_that_cannot_be_held_is_refused() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from small_corpora import word_checkpoint, write_examples, write_rows
-from torch import Tensor
 
 from gnmr.lab.config import Config, DataConfig, ModelConfig, TrainingConfig
 from gnmr.lab.data.batch import Batch
@@ -18,10 +17,8 @@ from gnmr.lab.train.build import open_data, training_blocks, validation
 Make = Callable[..., DataConfig]
 
 
-def rows_of(sequences: Tensor | Batch) -> list[tuple[int, ...]]:
+def rows_of(sequences: Batch) -> list[tuple[int, ...]]:
     """The inputs of each sequence and its last target."""
-    if isinstance(sequences, Tensor):
-        return [tuple(row) for row in sequences.tolist()]
     return [tuple(row) for row in torch.cat([sequences.tokens, sequences.targets[:, -1:]], dim=1).tolist()]
 
 

@@ -47,12 +47,13 @@ def start(tiny: Callable[..., config.Config]) -> Start:
     corpus = prepare(settings.data, 0, lambda _: None)
     model = models.build(settings.model, corpus.vocab_size, training.seq_len)
     model.init_weights(torch.Generator().manual_seed(training.seed))
-    blocks = TrainSequences(corpus.train, training.seq_len, training.seed)
+    sequences = TrainSequences(corpus.train, training.seq_len, training.seed)
+    batch = sequences.next(STEPS * training.accumulation * training.batch_size)
     return Start(
         model=settings.model,
         vocab_size=corpus.vocab_size,
         weights=model.state_dict(),
-        blocks=blocks.next(STEPS * training.accumulation * training.batch_size),
+        blocks=torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1),
         options=OPTIONS,
         size=training.batch_size,
         accumulation=training.accumulation,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from gnmr.conversion import ConvertedModel, PathSpec, convert
 from gnmr.lab import models
 from gnmr.lab.config.model import ExpertsConfig, ModelConfig
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.loss import loss_of
 from gnmr.measure.operand_errors import measure_errors
 
@@ -69,7 +70,7 @@ def of_tiny_model(site: str) -> Gaps:
     model = models.build(ModelConfig(**SIZES), 61, 16)
     model.init_std = 0.2
     model.init_weights(torch.Generator().manual_seed(0))
-    block = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1))
+    block = Batch.of_sequences(torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(1)))
     converted = convert(model, PathSpec.of("int2", "int8", site=site))
     return measured(model, converted, lambda: loss_of(model, block).backward())
 
@@ -103,7 +104,7 @@ def test_an_expert_without_tokens_has_no_gap():
     model = models.build(ModelConfig("moe", **SIZES, experts=ExpertsConfig(number=16, top_k=2)), 61, 16)
     model.init_weights(torch.Generator().manual_seed(0))
     converted = convert(model, PathSpec.of("int2", "int8", targets=["experts.*"], unit="expert"))
-    block = torch.tensor([[3, 14, 15]])  # two targets: at most four of the 16 experts read something
+    block = Batch.of_sequences(torch.tensor([[3, 14, 15]]))  # two targets: they reach at most four of the 16 experts
     gaps = measured(model, converted, lambda: loss_of(model, block).backward())
     reached = np.flatnonzero(gaps.gap_U)
     assert 2 <= len(reached) <= 4 and gaps.gap_U.shape == (16,)

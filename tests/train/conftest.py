@@ -10,6 +10,7 @@ import torch
 from everything import everything
 
 from gnmr.lab.config import ModelConfig
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.sequences import TrainSequences
 from gnmr.lab.models import Llama
 from gnmr.lab.models.pretrained import save
@@ -45,10 +46,10 @@ def step_of() -> Callable[[run_module.Parts], TrainStep]:
 
 
 @pytest.fixture
-def blocks_of() -> Callable[[run_module.Parts, int], torch.Tensor]:
-    """The first n training blocks of a run, (n, seq_len + 1)."""
+def blocks_of() -> Callable[[run_module.Parts, int], Batch]:
+    """The first n training blocks of a run."""
 
-    def get(parts: run_module.Parts, n: int) -> torch.Tensor:
+    def get(parts: run_module.Parts, n: int) -> Batch:
         training = parts.config.training
         return TrainSequences(parts.corpus.train, training.seq_len, training.seed).next(n)
 

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 from gnmr.attachment.blame import Levels
 from gnmr.lab.config.compose import compose
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.lab.train.build import assemble, train_step, training_blocks
 from gnmr.lab.train.step import StepResult
@@ -129,9 +131,10 @@ def corrupt(made: Bed) -> Callable[[], Any]:
 
     def next_blocks(count: int) -> Any:
         batch = original(count)
-        tokens = batch if isinstance(batch, torch.Tensor) else batch.tokens
-        tokens.copy_(torch.randint(0, 20, tokens.shape, generator=draw).sort(descending=True).values)
-        return batch
+        packed = batch.positions is not None
+        shape = (len(batch), batch.tokens.shape[1] + (not packed))
+        drawn = torch.randint(0, 20, shape, generator=draw).sort(descending=True).values
+        return replace(batch, tokens=drawn) if packed else Batch.of_sequences(drawn)
 
     made.blocks.next = next_blocks
     return lambda: made.blocks.__dict__.pop("next")

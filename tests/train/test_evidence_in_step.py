@@ -9,6 +9,7 @@ from everything import differences, everything
 from torch import Tensor
 
 from gnmr.control.evidence import EVIDENCE
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.loss import loss_of
 from gnmr.lab.train.step import StepResult
@@ -22,7 +23,7 @@ ALL = [name for name in EVIDENCE if name not in ("norm", "observed")]
 UNITS = 7
 
 
-def gradients(parts: Parts, batches: list[Tensor]) -> dict[str, Tensor]:
+def gradients(parts: Parts, batches: list[Batch]) -> dict[str, Tensor]:
     """Of the mean loss over all batches, by unit, float64; nothing but forward and backward."""
     for batch in batches:
         (loss_of(parts.model, batch) / len(batches)).backward()

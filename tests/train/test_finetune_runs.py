@@ -16,10 +16,9 @@ from everything import differences, everything
 
 from gnmr.errors import UserError
 from gnmr.lab.config.compose import compose
-from gnmr.lab.data.batch import Batch
 from gnmr.lab.models.pretrained import load
 from gnmr.lab.train.build import Parts, assemble, training_blocks
-from gnmr.lab.train.loss import loss_of, num_targets
+from gnmr.lab.train.loss import loss_of
 from gnmr.lab.train.step import TrainStep
 from gnmr.records.reader import read_json, read_jsonl
 
@@ -155,8 +154,8 @@ def test_a_step_s_gradient_is_that_of_the_mean_over_all_its_targets(assembled) -
     )
     blocks = training_blocks(parts.config, parts.corpus, None)
     batches = [blocks.next(2), blocks.next(2)]
-    counts = [num_targets(batch) for batch in batches]
-    assert all(isinstance(batch, Batch) for batch in batches) and counts[0] != counts[1]
+    counts = [batch.num_targets for batch in batches]
+    assert counts[0] != counts[1]
     total = sum(loss_of(parts.model, batch) * count for batch, count in zip(batches, counts, strict=True)) / sum(counts)
     trained = [p for p in parts.model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(total, trained)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.loss import evaluate
 
 MOE = ["model.name=moe", "model.experts.number=4"]
@@ -29,7 +30,7 @@ def test_a_step_tells_where_its_tokens_went(assembled, blocks_of, step_of):
     blocks = blocks_of(parts, 4).split(2)
     told = []
     for block in blocks:
-        parts.model(block[:, :-1])
+        parts.model(block.tokens)
         told.append({name: float(value) for name, value in parts.model.statistics().items()})
     result = step_of(parts)(list(blocks), LR)
     assert result.statistics == {name: pytest.approx((value + told[1][name]) / 2) for name, value in told[0].items()}
@@ -47,7 +48,7 @@ def test_the_loss_that_is_told_is_the_cross_entropy_alone(assembled, blocks_of, 
         parts.model.balance_coef = coef
         block = blocks_of(parts, 2)
         with torch.no_grad():
-            expected = F.cross_entropy(parts.model(block[:, :-1]).flatten(0, 1), block[:, 1:].flatten()).item()
+            expected = F.cross_entropy(parts.model(block.tokens).flatten(0, 1), block.targets.flatten()).item()
         assert evaluate(parts.model, parts.converted, block, 2) == pytest.approx(expected, rel=1e-6)
         result = step_of(parts)([block], LR)
         assert result.loss == pytest.approx(expected, rel=1e-6)
@@ -60,7 +61,7 @@ def test_an_expert_without_tokens_is_unobserved_and_keeps_its_history(assembled,
     parts = assembled(*EIGHT, "controller.max_o=9")
     torch.nn.init.zeros_(parts.model.embed_positions.weight)
     step = step_of(parts)
-    here, there = (torch.full((2, 17), token) for token in (5, 7))
+    here, there = (Batch.of_sequences(torch.full((2, 17), token)) for token in (5, 7))
     first, second, third = (step([block], 0.0) for block in (here, here, there))
     ours, theirs = busy_experts(first), busy_experts(third)
     assert len(ours) == len(theirs) == 2 and busy_experts(second) == ours != theirs

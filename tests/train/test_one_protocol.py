@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-import torch
 
 import gnmr
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.train.build import train_step
 from gnmr.lab.train.loss import loss_of
 
@@ -27,7 +27,7 @@ PAPERS = {"alpha": 1.05, "beta": 1.02}
 DELAYED = {"low": "fp8_delayed", "recovery": "bf16"}
 
 
-def batches(parts, blocks_of) -> list[tuple[torch.Tensor, ...]]:
+def batches(parts, blocks_of) -> list[list[Batch]]:
     return [blocks.split(2) for blocks in blocks_of(parts, STEPS * 2 * ACCUMULATION).split(2 * ACCUMULATION)]
 
 

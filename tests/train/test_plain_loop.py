@@ -49,8 +49,8 @@ def plain_loop(config) -> tuple[list[float], nn.Module]:
         total = torch.zeros(())
         for _ in range(training.accumulation):
             block = blocks.next(training.batch_size)
-            logits = model(block[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), block[:, 1:].flatten())
+            logits = model(block.tokens)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), block.targets.flatten())
             (loss / training.accumulation).backward()
             total += loss.detach()
         optimizer.step()

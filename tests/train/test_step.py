@@ -157,7 +157,7 @@ def test_a_step_waits_once(words, assembled, blocks_of, step_of, monkeypatch):
 def test_a_step_synchronises_once_on_cuda(assembled, blocks_of, step_of, recwarn):
     parts = assembled("training.device=cuda")
     step = step_of(parts)
-    batches = [block.cuda() for block in blocks_of(parts, 4).split(2)]
+    batches = [block.to("cuda") for block in blocks_of(parts, 4).split(2)]
     for _ in range(2):
         step(batches, LR)
     recwarn.clear()

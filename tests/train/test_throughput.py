@@ -15,13 +15,13 @@ from gnmr.lab.train.throughput import peak_of_name, throughput
 
 def test_bits_per_byte_by_hand() -> None:
     token_bytes = np.array([0, 1, 5, 3])
-    block = torch.tensor([[1, 2, 3], [3, 0, 1]])  # the targets are 2 3 and 0 1: 9 bytes
+    block = Batch.of_sequences(torch.tensor([[1, 2, 3], [3, 0, 1]]))  # the targets are 2 3 and 0 1: 9 bytes
     answers = Batch(torch.tensor([[1, 2]]), torch.tensor([[IGNORED, 2]]))
     assert bytes_per_target([block], token_bytes) == 9 / 4
     assert bytes_per_target([block, answers], token_bytes) == 14 / 5
     assert bits_per_byte(math.log(2), 9 / 4) == pytest.approx(4 / 9)
     # A text of which nothing is known has no bytes.
-    assert bytes_per_target([block], None) is None and bytes_per_target([block * 0], token_bytes) is None
+    assert bytes_per_target([block], None) is None and bytes_per_target([block], token_bytes * 0) is None
     assert bits_per_byte(1.0, None) is None
 
 

@@ -146,7 +146,7 @@ class PackedSequences(SequenceOrder):
         self._seq_len = seq_len
 
     def next(self, n: int) -> Batch:
-        """Return the next n sequences on the CPU, across epoch boundaries."""
+        """Return the next n sequences on the CPU."""
         return self.packing.batch(self.take(n, self._seq_len))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from gnmr.errors import UserError
+from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import TokenFile
 
 MOST_EPOCHS = 10_000  # in one batch, because every epoch draws an order
@@ -33,7 +35,7 @@ class Branch:
     """0 continues the order of the base. Other values draw a new order for the rest of the epoch and later epochs."""
 
 
-class SequenceOrder:
+class SequenceOrder(ABC):
     """Draws the numbers of `num_sequences` sequences in random order, each once per epoch.
 
     The order of an epoch depends only on the seed, the epoch and `num_sequences`. A `branch` begins at its position, in
@@ -46,6 +48,10 @@ class SequenceOrder:
         self._order: np.ndarray | None = None
         self._epoch = self._position = 0
         self._place(self._branch.epoch, self._branch.position)
+
+    @abstractmethod
+    def next(self, n: int) -> Batch:
+        """Return the next n sequences on the CPU, across epoch boundaries."""
 
     def take(self, n: int, seq_len: int) -> list[int]:
         """Return the numbers of the next n sequences of `seq_len` tokens, across epoch boundaries.
@@ -126,13 +132,13 @@ class TrainSequences(SequenceOrder):
         self._tokens = tokens
         self._seq_len = seq_len
 
-    def next(self, n: int) -> torch.Tensor:
-        """Return the next n sequences, (n, seq_len + 1) int64 on the CPU. Inputs are [:, :-1], targets [:, 1:]."""
+    def next(self, n: int) -> Batch:
+        """Return the next n sequences on the CPU."""
         return _gather(self._tokens, self.take(n, self._seq_len), self._seq_len)
 
 
-def validation_sequences(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> torch.Tensor:
-    """Return (min(n, available), seq_len + 1) int64, evenly spaced in `tokens` and equal in every run of a corpus.
+def validation_sequences(tokens: np.ndarray | TokenFile, seq_len: int, n: int) -> Batch:
+    """Return min(n, available) sequences on the CPU, evenly spaced in `tokens` and equal in every run of a corpus.
 
     Raises UserError if there is less than one sequence.
     """
@@ -151,6 +157,6 @@ def _num_sequences(tokens: np.ndarray | TokenFile, seq_len: int, split: str) -> 
     return available
 
 
-def _gather(tokens: np.ndarray | TokenFile, sequences: Iterable[int], seq_len: int) -> torch.Tensor:
+def _gather(tokens: np.ndarray | TokenFile, sequences: Iterable[int], seq_len: int) -> Batch:
     rows = [tokens[sequence * seq_len : (sequence + 1) * seq_len + 1] for sequence in sequences]
-    return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(len(rows), seq_len + 1))
+    return Batch.of_sequences(torch.from_numpy(np.array(rows, dtype=np.int64).reshape(len(rows), seq_len + 1)))

@@ -132,11 +132,11 @@ def _blocks(subject: Subject, data: Path | None, length: int, number: int) -> tu
         raise UserError(f"block={length}: {subject.name} puts {len(begin)} tokens before a text; use longer blocks")
     if len(tokens) <= new_tokens:
         return Batch.of_sequences(torch.empty((0, length + 1), dtype=torch.int64)), where
-    sequences = validation_sequences(tokens, new_tokens, number)
+    blocks = validation_sequences(tokens, new_tokens, number)
     if not begin:
-        return Batch.of_sequences(sequences), where
+        return blocks, where
     _check_token(subject, max(begin))
-    sequences = torch.cat([torch.tensor(begin).expand(len(sequences), -1), sequences[:, 1:]], dim=1)
+    sequences = torch.cat([torch.tensor(begin).expand(len(blocks), -1), blocks.targets], dim=1)
     targets = sequences[:, 1:].clone()
     targets[:, : len(begin) - 1] = IGNORED
     return Batch(sequences[:, :-1], targets), where

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gnmr.attachment import Router, controller_of
 from gnmr.attachment.blame import Levels
@@ -28,7 +28,7 @@ from gnmr.lab.data import tokenizer
 from gnmr.lab.data.batch import Batch
 from gnmr.lab.data.cache import Documents, TokenCorpus, TokenFile
 from gnmr.lab.data.packing import PackedSequences, packed_validation
-from gnmr.lab.data.sequences import Branch, TrainSequences, validation_sequences
+from gnmr.lab.data.sequences import Branch, SequenceOrder, TrainSequences, validation_sequences
 from gnmr.lab.data.tokens import prepare
 from gnmr.lab.fault_injection import Fault, FaultSchedule
 from gnmr.lab.models import pretrained
@@ -106,18 +106,6 @@ class Parts:
         if self.base is not None:
             return learning_rate(self.base.step + step, self.base.schedule_steps, config.optim)
         return learning_rate(step, config.optim.schedule_steps or config.training.steps, config.optim)
-
-
-class TrainingBlocks(HasState, Protocol):
-    """Training data in an order that can be saved and restored."""
-
-    def next(self, n: int) -> Tensor | Batch:
-        """Return the next n blocks in the run's order."""
-        ...
-
-    def check(self, n: int, seq_len: int) -> None:
-        """Raise UserError if n blocks are too many for the memory or the corpus."""
-        ...
 
 
 def assemble(config: Config, folder: Path, say: Callable[[str], None], world: World = ALONE) -> Parts:
@@ -252,7 +240,7 @@ def build_parts(
     )
 
 
-def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, block: Tensor | Batch) -> float:
+def _count_work(config: Config, model: nn.Module, converted: ConvertedModel, block: Batch) -> float:
     """Count the work of the newly drawn or loaded model on this block, without side effects.
 
     Costs are shares of this count. A resumed run counts the same again.
@@ -358,7 +346,7 @@ def tokens_of(split: TokenFile | Documents) -> np.ndarray | TokenFile:
     return split.tokens if isinstance(split, Documents) else split
 
 
-def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> TrainingBlocks:
+def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None = None) -> SequenceOrder:
     """Return the blocks in the order of `training.seed`, or in the order of a fork's `branch`."""
     training = config.training
     if isinstance(corpus.train, Documents):
@@ -366,7 +354,7 @@ def training_blocks(config: Config, corpus: TokenCorpus, branch: Branch | None =
     return TrainSequences(corpus.train, training.seq_len, training.seed, branch)
 
 
-def validation(config: Config, corpus: TokenCorpus, n: int) -> Tensor | Batch:
+def validation(config: Config, corpus: TokenCorpus, n: int) -> Batch:
     """Return the first `n` validation blocks, which are the same for all arms and seeds."""
     if isinstance(corpus.val, Documents):
         return packed_validation(corpus.val, config.training.seq_len, n)
@@ -424,7 +412,7 @@ def train_step(
     )
 
 
-def first_batch(parts: Parts) -> list[Tensor | Batch]:
+def first_batch(parts: Parts) -> list[Batch]:
     """Return the micro-batches of the run's first step, on its device."""
     training = parts.config.training
     blocks = training_blocks(parts.config, parts.corpus, parts.branch)

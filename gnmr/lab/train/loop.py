@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from gnmr.attachment import Router, units_of
 from gnmr.attachment.blame import Levels
@@ -21,8 +20,9 @@ from gnmr.attachment.ranks import reduce
 from gnmr.control import Controller, ControlSpec, Unit
 from gnmr.errors import RunFailed
 from gnmr.lab.data.batch import Batch
+from gnmr.lab.data.sequences import SequenceOrder
 from gnmr.lab.stopping import is_bypassed
-from gnmr.lab.train.build import Parts, TrainingBlocks, train_step
+from gnmr.lab.train.build import Parts, train_step
 from gnmr.lab.train.checkpoint import Checkpointer
 from gnmr.lab.train.loss import bits_per_byte, bytes_per_target, evaluate
 from gnmr.lab.train.rows import Counters, step_row, verdict_row
@@ -40,7 +40,7 @@ class Steps:
     """Takes the steps of a run. Call it with the step number, from 1 in ascending order."""
 
     def __init__(
-        self, parts: Parts, blocks: TrainingBlocks, levels: Levels | None = None, stop: Sequence[int] = ()
+        self, parts: Parts, blocks: SequenceOrder, levels: Levels | None = None, stop: Sequence[int] = ()
     ) -> None:
         """Take `levels` and `stop` as `TrainStep` does."""
         self._parts, self._blocks, self._stop = parts, blocks, stop
@@ -65,7 +65,7 @@ class Steps:
             parts.faults.end_step(ranks.take_largest)
         return replace(result, bits_per_byte=bits_per_byte(result.loss, bytes_of_target))
 
-    def _heal(self, step: int, micro_batches: list[Tensor | Batch], lr: float) -> StepResult:
+    def _heal(self, step: int, micro_batches: list[Batch], lr: float) -> StepResult:
         if self._healing is None:  # not earlier, because building it begins a step of the converted model
             self._healing = train_step(self._parts, _unrouted(self._parts, step), stop=self._stop)
         with self._parts.converted.high_precision():
@@ -99,7 +99,7 @@ def phase(parts: Parts, step: int) -> str | None:
     return phases.get(step)
 
 
-def validated(parts: Parts, held_out: Tensor | Batch, step: int) -> dict[str, Any]:
+def validated(parts: Parts, held_out: Batch, step: int) -> dict[str, Any]:
     """Return the fields `records.schema.EVAL_FIELDS`: validation losses after `step`, for a fork on both paths.
 
     Waits for the device.
@@ -151,8 +151,8 @@ class Loop:
     """The training loop. Call it to train until the end or until a signal arrives."""
 
     parts: Parts
-    blocks: TrainingBlocks
-    held_out: Tensor | Batch
+    blocks: SequenceOrder
+    held_out: Batch
     counters: Counters
     checkpointer: Checkpointer
     recorder: Recorder | Silent

@@ -19,15 +19,13 @@ from gnmr.lab.data.batch import IGNORED, Batch, model_inputs
 from gnmr.lab.models import Decoder
 
 
-def loss_of(model: nn.Module, batch: Tensor | Batch, call: Callable[..., Any] | None = None) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Tensor:
     """Return the mean next-token cross-entropy over the targets of `batch` in FP32, a scalar on the device.
 
-    `batch` is a block (B, T + 1) or packed documents, which do not attend to each other. `call` is called instead of
-    the model (`Wrapped.call`).
+    `call` is called instead of the model (`Wrapped.call`).
     """
-    block = batch if isinstance(batch, Batch) else Batch.of_sequences(batch)
     # In FP32: a sum of exponentials over the vocabulary loses too much in BF16.
-    return F.cross_entropy(logits_of(model, block, call).float().flatten(0, 1), block.targets.flatten())
+    return F.cross_entropy(logits_of(model, batch, call).float().flatten(0, 1), batch.targets.flatten())
 
 
 def logits_of(model: nn.Module, block: Batch, call: Callable[..., Any] | None = None) -> Tensor:
@@ -49,16 +47,11 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def num_targets(batch: Tensor | Batch) -> int:
-    """Return the number of tokens over which `loss_of` averages."""
-    return batch.num_targets if isinstance(batch, Batch) else batch[:, 1:].numel()
-
-
-def bytes_per_target(batches: Sequence[Tensor | Batch], token_bytes: np.ndarray | None) -> float | None:
+def bytes_per_target(batches: Sequence[Batch], token_bytes: np.ndarray | None) -> float | None:
     """Return the mean bytes of text of a target.
 
     Args:
-        batches: blocks (B, T + 1) or packed documents, on the CPU.
+        batches: on the CPU.
         token_bytes: bytes of each token of the vocabulary, (V,), or None if unknown.
 
     Returns:
@@ -66,9 +59,9 @@ def bytes_per_target(batches: Sequence[Tensor | Batch], token_bytes: np.ndarray 
     """
     if token_bytes is None:
         return None
-    targets = [(batch.targets if isinstance(batch, Batch) else batch[:, 1:]).numpy() for batch in batches]
+    targets = [batch.targets.numpy() for batch in batches]
     text_bytes = sum(int(token_bytes[tokens[tokens != IGNORED]].sum()) for tokens in targets)
-    return text_bytes / sum(map(num_targets, batches)) or None
+    return text_bytes / sum(batch.num_targets for batch in batches) or None
 
 
 def bits_per_byte(loss: float, bytes_of_target: float | None) -> float | None:
@@ -119,9 +112,9 @@ class Experts:
                     parameter.grad = None
 
 
-def divisors(micro_batches: Sequence[Tensor | Batch]) -> list[float]:
+def divisors(micro_batches: Sequence[Batch]) -> list[float]:
     """Return the divisor of each micro-batch's mean loss, which is their number if all have equal target counts."""
-    counts = [num_targets(batch) for batch in micro_batches]
+    counts = [batch.num_targets for batch in micro_batches]
     # mean over all N targets = sum_i (n_i / N) mean_i, so mean_i is divided by N / n_i.
     return [sum(counts) / count for count in counts]
 
@@ -165,7 +158,7 @@ class Draws:
 def evaluate(
     model: nn.Module,
     converted: ConvertedModel,
-    blocks: Tensor | Batch,
+    blocks: Batch,
     batch_size: int,
     low: bool = False,
     world: World = ALONE,
@@ -177,17 +170,17 @@ def evaluate(
     """
     was_training = model.training
     model.eval()
-    batches = list(blocks.split(batch_size))
+    batches = blocks.split(batch_size)
     with converted.on_low_path() if low else converted.high_precision():
         # Sums n_i mean_i and divides once at the end, because packed batches differ in their number of targets.
         total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
         for i in range(world.rank, len(batches) + -len(batches) % world.size, world.size):
             batch = batches[i] if i < len(batches) else batches[0]  # passes gather shards: all ranks run equally many
             with nullcontext() if draws is None else draws.of(i, evaluation=True):
-                loss = loss_of(model, batch.to(total.device)).double() * num_targets(batch)
+                loss = loss_of(model, batch.to(total.device)).double() * batch.num_targets
             # The repeated first batch only keeps this rank in step with the others.
             total += loss if i < len(batches) else 0.0
         if world.size > 1:
             total = DistributedRanks().sum({"total": total})["total"]
     model.train(was_training)
-    return float(total) / num_targets(blocks)
+    return float(total) / blocks.num_targets

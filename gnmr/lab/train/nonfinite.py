@@ -14,7 +14,7 @@ from gnmr.lab.train.loss import loss_of
 
 
 @torch.no_grad()
-def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Tensor | Batch]) -> str:
+def nonfinite_place(model: nn.Module, world: World, micro_batches: Sequence[Batch]) -> str:
     """Return where the first non-finite number appeared in a step whose loss is not finite.
 
     All ranks return the same name; each passes its own `micro_batches`. Waits for the device.
@@ -34,7 +34,7 @@ def _weight(model: nn.Module) -> str | None:
     return None
 
 
-def _output(model: nn.Module, micro_batches: Sequence[Tensor | Batch]) -> str | None:
+def _output(model: nn.Module, micro_batches: Sequence[Batch]) -> str | None:
     """Return the first module whose output is not finite in a new forward pass."""
     nonfinite: list[str] = []
 

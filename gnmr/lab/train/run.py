@@ -27,6 +27,7 @@ from gnmr.formats import Recipe
 from gnmr.formats.recipes import described
 from gnmr.lab.config import Config, config_hash
 from gnmr.lab.data.packing import PackedSequences
+from gnmr.lab.data.sequences import SequenceOrder
 from gnmr.lab.models import pretrained
 from gnmr.lab.stopping import (
     Stopped,
@@ -39,7 +40,7 @@ from gnmr.lab.stopping import (
     signals_collected,
     then_as_before,
 )
-from gnmr.lab.train.build import Parts, TrainingBlocks, assemble, device_of, training_blocks, validation
+from gnmr.lab.train.build import Parts, assemble, device_of, training_blocks, validation
 from gnmr.lab.train.checkpoint import Checkpointer, HasState, gathered
 from gnmr.lab.train.folder import begun_with, check_folder, done_already, locked, run_folder, say_done, unexported
 from gnmr.lab.train.loop import Loop, Scorer
@@ -256,7 +257,7 @@ def _begin(recorder: Recorder | Silent, parts: Parts, command: str, *, anew: boo
             recorder.faults(fault_rows(parts))
 
 
-def _restored(host: dict[str, Any], step: int, blocks: TrainingBlocks, folder: Path) -> Counters:
+def _restored(host: dict[str, Any], step: int, blocks: SequenceOrder, folder: Path) -> Counters:
     """Restore counters and the position in the data. Raises UserError for inconsistent values."""
     try:
         counters = Counters(**host["counters"])

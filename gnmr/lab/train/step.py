@@ -173,14 +173,14 @@ class TrainStep:
         """Indices of the norms of each monitored module."""
         self._backward_order = _backward_order(model, router, self._norms, [name for name, _ in outside])
 
-    def __call__(self, micro_batches: Sequence[Tensor | Batch], lr: float) -> StepResult:
+    def __call__(self, micro_batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one step.
 
         The gradient is the gradient of the mean over all targets of the step. Waits for the device once, and more often
         if the step spikes or is not finite.
 
         Args:
-            micro_batches: each (B, T + 1) int64 or a `Batch`, on the device.
+            micro_batches: on the device.
             lr: learning rate of the step.
         """
         router, levels = self.router, (NO_LEVEL, NO_LEVEL)
@@ -201,7 +201,7 @@ class TrainStep:
         decision = router.decide(attempt.packet, keep)
         return self._result(attempt, decision, lr, verdict, micro_batches)
 
-    def attempt(self, micro_batches: Sequence[Tensor | Batch], lr: float, levels: tuple[Level, Level]) -> Attempt:
+    def attempt(self, micro_batches: Sequence[Batch], lr: float, levels: tuple[Level, Level]) -> Attempt:
         """Run the step up to the transfer to the host.
 
         The update is masked on the device if the loss or the gradient norm is not finite or above its level.
@@ -262,7 +262,7 @@ class TrainStep:
         decision: Decision,
         lr: float,
         verdict: Verdict | None,
-        micro_batches: Sequence[Tensor | Batch],
+        micro_batches: Sequence[Batch],
     ) -> StepResult:
         host, sends = attempt.packet.host, self._wrapped.compressed
         loss, grad_norm = float(host["loss"]), float(host["grad_norm"])
@@ -309,7 +309,7 @@ class TrainStep:
     def _look_again(
         self,
         attempt: Attempt,
-        micro_batches: Sequence[Tensor | Batch],
+        micro_batches: Sequence[Batch],
         lr: float,
         levels: tuple[Level, Level],
         start: Start,
@@ -386,15 +386,15 @@ class TrainStep:
         summed = {name: sums[name].to(dtypes.get(name, torch.float64)) for name in numbers}
         return summed | {name: sums[name] for name in ("stop", "times")}, norms, sums
 
-    def _backward(self, micro_batches: Sequence[Tensor | Batch]) -> tuple[dict[str, Tensor], PassCost]:
+    def _backward(self, micro_batches: Sequence[Batch]) -> tuple[dict[str, Tensor], PassCost]:
         """Run the passes; return the mean loss, the mean statistics (`statistic/...`) and the cost. Gradients stay."""
         loss_parts: list[Tensor] = []
         statistics: dict[str, Tensor] = {}
         converted, saved, predicted = self.router.converted, None, None
         spent: Spent | None = None
-        packed = any(isinstance(batch, Batch) for batch in micro_batches)
         heals = converted.shared.high_precision  # the operators are plain linears, which nothing measures
         local = self._local_batches(micro_batches)
+        uneven = len({batch.num_targets for batch in micro_batches}) > 1
         for i, (block, divisor) in enumerate(local):
             last = i == len(local) - 1
             with self._drawing(self.world.rank + i * self.world.size):
@@ -415,7 +415,7 @@ class TrainStep:
                     (objective_of(self.model, loss) / (divisor / self._wrapped.workers)).backward()
             self._wrapped.after(last)
             if self._wrapped.own is None:
-                self.router.micro_step(1 / divisor if packed else None)
+                self.router.micro_step(1 / divisor if uneven else None)
             else:
                 self.router.micro_step(self._wrapped.workers / divisor, self._wrapped.own if last else None)
             loss_parts.append(loss.detach() * (len(micro_batches) / divisor))  # the loss, if target counts are equal
@@ -430,12 +430,12 @@ class TrainStep:
         """Provide the random numbers of micro-batch `number` of the step."""
         return nullcontext() if self._draws is None else self._draws.of(number)
 
-    def _local_batches(self, micro_batches: Sequence[Tensor | Batch]) -> list[tuple[Tensor | Batch, float]]:
+    def _local_batches(self, micro_batches: Sequence[Batch]) -> list[tuple[Batch, float]]:
         """Return this process's micro-batches of the step, each with the divisor of its loss."""
         pairs = list(zip(micro_batches, divisors(micro_batches), strict=True))
         return pairs[self.world.rank :: self.world.size]
 
-    def seen(self, micro_batches: Sequence[Tensor | Batch]) -> PassNumbers:
+    def seen(self, micro_batches: Sequence[Batch]) -> PassNumbers:
         """Run only the passes and return their results on the host. No gradients remain."""
         loss = self._rehearse(micro_batches)
         norms = self._norms()
@@ -443,7 +443,7 @@ class TrainStep:
         host = HostPacket({"loss": loss, "norm": norms.total, "units": norms.norm}).to_host()
         return PassNumbers(float(host["loss"]), float(host["norm"]), host["units"])
 
-    def mean_loss(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Run only the forward passes and return the mean loss."""
         losses: list[Tensor] = []
         for i, (block, divisor) in enumerate(zip(micro_batches, divisors(micro_batches), strict=True)):
@@ -451,7 +451,7 @@ class TrainStep:
                 losses.append(loss_of(self.model, block) / divisor)
         return torch.stack(losses).sum()
 
-    def _rehearse(self, micro_batches: Sequence[Tensor | Batch]) -> Tensor:
+    def _rehearse(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Run this process's passes without measuring, and return its part of the mean loss. Gradients stay."""
         local, total = self._local_batches(micro_batches), torch.zeros((), device=self.parameters[0].device)
         workers = self._wrapped.workers if self.world.size > 1 else 1  # ranks average gradients
@@ -463,7 +463,7 @@ class TrainStep:
             total = total + loss.detach() / divisor
         return total
 
-    def _nonfinite_place(self, loss: float, norms: Sequence[float], micro_batches: Sequence[Tensor | Batch]) -> str:
+    def _nonfinite_place(self, loss: float, norms: Sequence[float], micro_batches: Sequence[Batch]) -> str:
         """Return the place where the first non-finite number appeared in this step."""
         if not math.isfinite(loss):
             return nonfinite_place(self.model, self.world, [batch for batch, _ in self._local_batches(micro_batches)])
