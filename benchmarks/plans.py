@@ -40,7 +40,8 @@ is +30% of fprop alone:
 (3) it is not worse than either recipe alone at any budget;
 (4) on SmolLM2 it leaves less KL than BF16 pins of the same extra time at every budget.
 
-These were written down before the rerun on six checkpoints (seeds 0 to 5, one order each, +30%). A test is a paired
+These were written down before the rerun on six checkpoints (seeds 0 to 5, one order each, +30%), and on six more with
+`model.outlier_channels={number: 2, gain: 20}`, which the two checkpoints of the first runs had. A test is a paired
 t-test over the checkpoints, two-sided and Holm-adjusted over the arms of a low path (`p_adjusted` of the table):
 
 (5) the plan saves more nats than random, last, and first and last, p < 0.05, on either low path;
