@@ -126,6 +126,10 @@ def test_a_phone_in_the_dark(browser: Any, report: Path) -> None:
     try:
         opened(browser, report)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+        wider = "filter(one => one.scrollWidth > one.clientWidth)"
+        assert browser.execute_script(f"return [...document.querySelectorAll('.scroll')].{wider}") == []
+        cell = browser.find_element(By.CSS_SELECTOR, "#arms .of:not([hidden]) td:nth-child(3)")
+        assert "val loss" in browser.execute_script("return getComputedStyle(arguments[0], '::before').content", cell)
         assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
         tops = "['loss-train', 'loss-val'].map(id => document.getElementById(id).getBoundingClientRect().top)"
         first, second = browser.execute_script(f"return {tops}")
@@ -223,19 +227,6 @@ def test_a_drag_zooms(page: Any, plot: str) -> None:
     ActionChains(page, duration=50).move_to_element(pane(page, plot)).double_click().perform()
     until(page, lambda: steps() == first)
     assert page.get_log("browser") == []
-
-
-def test_on_a_phone_nothing_scrolls_sideways_and_every_cell_has_its_name(browser: Any, report: Path) -> None:
-    size = {"width": 400, "height": 860, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        opened(browser, report)
-        wider = "filter(one => one.scrollWidth > one.clientWidth)"
-        assert browser.execute_script(f"return [...document.querySelectorAll('.scroll')].{wider}") == []
-        cell = browser.find_element(By.CSS_SELECTOR, "#arms .of:not([hidden]) td:nth-child(3)")
-        assert "val loss" in browser.execute_script("return getComputedStyle(arguments[0], '::before').content", cell)
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_an_arms_table_with_all_its_columns_fits_a_desktop(browser: Any, tmp_path: Path) -> None:
