@@ -20,7 +20,6 @@ CASES = {
     # what is typed behind the words of a sound run -> what the line says
     "unknown=1": "Key 'unknown' not in 'Config'",
     "training.stps=3": "Key 'stps' not in 'TrainingConfig' (key training.stps): did you mean steps?",
-    "fork.order=1": "(key fork.order): did you mean training.seed?",
     "++controller.alfa=3": "(key controller.alfa): did you mean alpha?",
     "word": "Error parsing override 'word': must be key=value",
     "run_dir=~/x": "Error parsing override 'run_dir=~/x': must be key=value",

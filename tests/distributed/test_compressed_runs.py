@@ -109,6 +109,8 @@ def test_a_run_does_not_go_on_with_other_workers(train, tmp_path, monkeypatch):
 MISTAKES = {
     "compression.workers=null": "compression.name=greedylore: needs data parallelism",
     "compression.rank=31": "compression.rank=31: ",
+    "compression.rank=0": "compression.rank=0: must be a whole number",
+    "compression.workers=1": "compression.workers=1: must be a whole number",
     "compression.dense_steps=12": "compression.dense_steps=12: ",
     "compression.workers=4": "training.accumulation=3: 4 workers",
     "precision.recovery=int8": "precision.recovery=int8: ",

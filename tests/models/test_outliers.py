@@ -110,7 +110,4 @@ def test_what_is_refused_changes_nothing(build):
         add_outlier_channels(model, 9, 20.0, seeded())
     with pytest.raises(UserError, match=r"^model\.outlier_channels\.number=9"):
         OutlierWindow(model, 9, 16.0, 1, 2, seeded())
-    for start, stop in ((0, 3), (4, 3)):
-        with pytest.raises(UserError, match=f"from step {start} to {stop}"):
-            OutlierWindow(model, 1, 16.0, start, stop, seeded())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))

@@ -205,10 +205,9 @@ _CONSTANTS = _HASHED_CONSTANTS | {
     "faults.seed": None,
     "compression.targets": ["*_proj"],
 }
-_COLUMNS = ("data.text_column", "data.prompt_column", "data.input_column", "data.response_column")
-_RENAMED = {"fork.order": "training.seed"} | dict.fromkeys(_COLUMNS, "data.columns")
 _IN_PYTHON_ONLY = ("group", "outlier_threshold", "probe_tokens", "price_tokens")
 """Fields of `PathSpec` that are not keys of `gnmr train`. Its runs have their defaults."""
+_COLUMNS = ("data.text_column", "data.prompt_column", "data.input_column", "data.response_column")
 _DERIVED = ("faults.rows_frac", "faults.duration", *_COLUMNS, *(f"precision.{key}" for key in _IN_PYTHON_ONLY))
 """Keys of earlier versions whose values now follow from other keys, or are defaults. They are part of the hash too."""
 
@@ -385,8 +384,6 @@ def one_line(error: Exception) -> str:
     parent, key = getattr(inner, "parent_node", None), getattr(inner, "key", None)
     if not isinstance(parent, DictConfig) or not isinstance(key, str) or key in parent.keys():  # noqa: SIM118 (`in` is false of ???)
         return text
-    if full_key in _RENAMED:
-        return f"{text}: did you mean {_RENAMED[full_key]}?"
     everywhere = list(flatten(OmegaConf.to_container(schema())))  # type: ignore[arg-type]
     siblings = [str(name) for name in parent if name != "hydra"]
     leaf = guess(key, [*siblings, *(full_name.rpartition(".")[2] for full_name in everywhere)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from gnmr.conversion.path_spec import PathSpec
 from gnmr.errors import as_user_error
-from gnmr.options import one_of, positive, require, within
+from gnmr.options import one_of, require, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,6 @@ class FaultsConfig:
         for key in ("magnitude", "rate"):
             if getattr(self, key) is None:
                 object.__setattr__(self, key, USUAL[self.kind][key])
-        positive(magnitude=self.magnitude)
         require(self.targets, "targets", self.targets, "needs at least one pattern")
         sound = all(len(window) == 2 and min(window) >= 1 for window in self.windows)
         require(sound, "windows", self.windows, "each must be [first step, number of steps], both 1 or more")

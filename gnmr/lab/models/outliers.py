@@ -60,12 +60,7 @@ class OutlierWindow:
         stop: int,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Draw the channels without changing the weights.
-
-        Raises UserError for too many channels and for a window that ends before it begins.
-        """
-        if not 1 <= start <= stop:
-            raise UserError(f"outlier channels from step {start} to {stop}: needs 1 <= start <= stop")
+        """Draw the channels without changing the weights. Raises UserError for too many channels."""
         widths = [_weight(source).shape[0] for source, _, _ in _pairs(model)]
         if number > min(widths):
             raise UserError(

@@ -414,7 +414,6 @@ class GreedyLore:
 
         Raises ValueError, and changes nothing, if `state` belongs to other matrices or another number of workers.
         """
-        whole_number(0, t=state["t"], sent_total=state["sent_total"])
         if state["workers"] != self.workers.size:
             raise ValueError(f"state: is of {state['workers']} workers, here are {self.workers.size}; start as many")
         rows = [state[f"worker_{worker}"] for worker in range(self.workers.here.start, self.workers.here.stop)]
