@@ -181,9 +181,9 @@ class ModelPasses(ForwardPasses):
         self._first: Output | None = None
         """Output of batch 1 on the recovery path, before all measurements."""
         self._noise = SAME_NATS
+        """Nats by which two such outputs may differ."""
         self.rounded_in = ""
         """Dtype of the outputs that `rounding` moved, such as bfloat16."""
-        """Nats by which two such outputs may differ."""
 
     # ---- forward ----
 
