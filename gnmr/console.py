@@ -114,7 +114,11 @@ def print_plain(console: Console, text: str, by_words: bool = False) -> None:
 
 
 def shown_command(*words: object) -> str:
-    """Return a gnmr command as it is typed, from its words."""
+    """Return a gnmr command as it is typed.
+
+    Args:
+        words: its words after `gnmr`, which are quoted for the shell where that is needed.
+    """
     return " ".join(["gnmr", *(_quoted(str(word)) for word in words)])
 
 

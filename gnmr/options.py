@@ -41,7 +41,11 @@ def require(sound: object, name: str, value: object, right: str) -> None:
 
 
 def one_of(choices: Iterable[str], /, **options: object) -> None:
-    """Require one of `choices`."""
+    """Require one of `choices`.
+
+    Raises:
+        ValueError: an option is another word; the message lists the choices, and guesses which was meant.
+    """
     choices = tuple(choices)
     for name, value in options.items():
         if value not in choices:
@@ -84,13 +88,21 @@ def within(least: float, most: float, /, *, or_null: bool = False, **options: ob
 
 
 def fraction(**options: object) -> None:
-    """Require a number of at least 0 and less than 1."""
+    """Require a number of at least 0 and less than 1.
+
+    Raises:
+        ValueError: an option is anything else; True is no number.
+    """
     for name, value in options.items():
         require(0 <= _number(value) < 1, name, value, "must be a number, at least 0 and less than 1")
 
 
 def share(**options: object) -> None:
-    """Require a number above 0 and at most 1."""
+    """Require a number above 0 and at most 1.
+
+    Raises:
+        ValueError: an option is anything else; True is no number.
+    """
     for name, value in options.items():
         require(0 < _number(value) <= 1, name, value, "must be a share above 0, at most 1")
 

@@ -354,7 +354,11 @@ class Router:
             self.recording.recost([unit.cost for unit in self.units], pinned)
 
     def parts(self, plain: Tensor | None = None) -> dict[str, Tensor]:
-        """Return this rank's measurements; see `Controller.parts`."""
+        """Return this rank's measurements.
+
+        Args:
+            plain: as in `Controller.parts`.
+        """
         self.follow()
         self._check_batches()
         return self.controller.parts(plain)
@@ -554,7 +558,11 @@ class Router:
         return state
 
     def check_state(self, state: Any) -> None:
-        """Raise ValueError if `state` is not valid for the controller (`Controller.check_state`) or the paths."""
+        """Check a state before it is loaded.
+
+        Raises:
+            ValueError: it is not valid for the controller (`Controller.check_state`) or the paths.
+        """
         self._check_attached()
         if isinstance(state, Mapping):
             self.converted.check_state(state.get("converted"))

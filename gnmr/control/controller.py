@@ -347,7 +347,11 @@ class Controller:
         return self.t, state if isinstance(self.signal, SignalBase) else deepcopy(state)
 
     def undo(self, mark: tuple[int, Mapping[str, Tensor]]) -> None:
-        """Undo an `observe` whose packet was not applied: the step begins again."""
+        """Undo an `observe` whose packet was not applied: the step begins again.
+
+        Args:
+            mark: what `mark` returned before that step was observed.
+        """
         self.t, signal = mark
         self.signal.load_state_dict(dict(signal))
 
@@ -452,7 +456,11 @@ class Controller:
         }
 
     def check_state(self, state: Any) -> None:
-        """Raise ValueError, in one line, if `state` is not a state or belongs to other units or settings."""
+        """Check a state before it is loaded.
+
+        Raises:
+            ValueError: it is not a state, or belongs to other units or settings; the message is one line.
+        """
         _check_state(state, self.units, self.spec, self._set.budget)
         self._trigger.check_state(state)
         # A signal with its own loader checks the state itself, when it is loaded.

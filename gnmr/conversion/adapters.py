@@ -314,6 +314,12 @@ class WeightOwner(nn.Module):
     path_operators: tuple[Contained, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the class's forward with the operators on their paths, between the graphs of torch.compile.
+
+        Args:
+            args: as the replaced class takes them.
+            kwargs: as the replaced class takes them.
+        """
         if not isinstance(self, WeightOwner):  # as in `PathLinear.forward`
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling() and self.path_operators[0].shared.high_precision:

@@ -39,7 +39,11 @@ def seen_by_numpy(x: Tensor) -> bool:
 
 
 def is_sharded(*tensors: Tensor | None) -> bool:
-    """Return whether one of them is a DTensor."""
+    """Return whether one of them is a DTensor.
+
+    Args:
+        tensors: tensors of any class; None counts as a plain one.
+    """
     return any(hasattr(x, "device_mesh") for x in tensors)
 
 

@@ -273,7 +273,11 @@ class Gemm:
 
     @staticmethod
     def of(**words: str) -> Gemm:
-        """Return the GEMM with these casts, as in Gemm.of(input="e4m3/tile", weight="e4m3/block")."""
+        """Return the GEMM with these casts, as in Gemm.of(input="e4m3/tile", weight="e4m3/block").
+
+        Raises:
+            ValueError: a word names no cast.
+        """
         return Gemm(**{operand: Cast.of(word) for operand, word in words.items()})
 
     @property

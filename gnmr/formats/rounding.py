@@ -81,7 +81,11 @@ class Rounding:
         return step, *self._micro_batch, count
 
     def generator(self, *key: int) -> torch.Generator:
-        """Return the generator, seeded for the numbers of `key`; it is the same object each time."""
+        """Return the generator, seeded for the numbers of `key`; it is the same object each time.
+
+        Args:
+            key: whole numbers of at least 0, such as step, micro-batch, operator and operand.
+        """
         # SeedSequence mixes the numbers, so that neighboring keys draw unrelated noise.
         words = np.random.SeedSequence([self.seed, *key]).generate_state(1, np.uint64)
         if self._generator is None:
