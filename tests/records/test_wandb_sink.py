@@ -70,7 +70,7 @@ def test_every_number_of_a_row_is_a_series() -> None:
 @pytest.mark.slow
 def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
     said: list[str] = []
-    sink = WandbSink(said.append, wandb_every=5)
+    sink = WandbSink(said.append)
     start(sink, tmp_path)
     assert (sink.where() or "").startswith(f"W&B: wandb sync {tmp_path}")
     rows = {step: step_row(step) for step in range(1, 41)}  # more than one block of the log
@@ -126,7 +126,7 @@ def test_offline_file_equals_what_was_given(tmp_path: Path) -> None:
     assert table_of(tmp_path, history[40]["events/path"])["data"] == [list(row.values()) for row in events]
     points = table_of(tmp_path, history[40]["traces/gnmr_table/path"])["data"]
     assert {unit for _, unit, _ in points} == {*of_units[1].units}
-    assert [step for step, unit, _ in points if unit == of_units[1].units[0]] == list(range(5, 41, 5))
+    assert [step for step, unit, _ in points if unit == of_units[1].units[0]] == [10, 20, 30, 40]
 
 
 def recorded(folder: Path, rows: Iterable[UnitRows]) -> None:
@@ -311,7 +311,7 @@ def test_a_resumed_run_sends_first_what_wandb_lacks(
 
 
 def test_the_most_promoted_units_have_lines(tmp_path: Path, fake: Any) -> None:
-    sink = WandbSink(pytest.fail, 1, 3)
+    sink = WandbSink(pytest.fail)
     start(sink, tmp_path)
     units, values = [f"u{i}" for i in range(70)], np.arange(70.0)
     columns = {"gnmr": np.where(values > 67, np.inf, values), "norm_low": np.ones(70)}
@@ -320,16 +320,18 @@ def test_the_most_promoted_units_have_lines(tmp_path: Path, fake: Any) -> None:
     run = sink._run
     sink.finish(SUMMARY, [event_row(1, unit=unit) for unit in ("u9", "u4", "u9")], tmp_path)
     chart = run.logged[-1]["traces/gnmr"]
-    assert chart.keys == ["u9", "u4", "u67"], "of equally promoted units the one with the highest value"
-    assert (chart.xs, chart.ys) == ([[2]] * 3, [[9.0], [4.0], [67.0]])
+    assert chart.keys == ["u9", "u4", "u67", "u66", "u65"], "of equally promoted units those with the highest values"
+    assert (chart.xs, chart.ys) == ([[2]] * 5, [[9.0], [4.0], [67.0], [66.0], [65.0]])
 
 
 @pytest.mark.parametrize("every, most, interval", [(10, 3, 13), (10, 1, 10), (1, 2, 8)])
 def test_a_chart_is_drawn_in_full_and_has_a_spike_of_one_step(
-    tmp_path: Path, fake: Any, every: int, most: int, interval: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, every: int, most: int, interval: int
 ) -> None:
     """W&B draws at most `MAX_ROWS` points, 10 of this one."""
-    sink = WandbSink(pytest.fail, every, most)
+    monkeypatch.setattr(wandb_sink, "_CHART_STEPS", every)
+    monkeypatch.setattr(wandb_sink, "_CHART_UNITS", most)
+    sink = WandbSink(pytest.fail)
     start(sink, tmp_path)
     rows = [unit_rows(step, columns={"gnmr": np.full(4, 99.0 if step == 13 else 1.0)}) for step in range(1, 38)]
     for units in rows:

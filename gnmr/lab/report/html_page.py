@@ -142,29 +142,22 @@ def _model(run: Run) -> str:
 def _losses(comparison: Comparison) -> Tree:
     """Return the lines of training and validation loss, as they are and minus the 16-bit arm's of the same seed."""
     width = bin_width(max(run.last_step for run in comparison.runs), _TRAIN_POINTS)
-    curves = {run.folder: _curves(run, width) for run in comparison.runs}
+    curves = {
+        "train": {run.folder: binned(run.steps["step"], run.steps["loss"], width) for run in comparison.runs},
+        "val": {run.folder: pd.Series(run.evals["val_loss"], run.evals["step"]) for run in comparison.runs},
+    }
     plain, relative, references = list[Tree](), list[Tree](), set[str]()
     for number, arm in enumerate(comparison.arms):
         reference = comparison.reference(arm) or arm
-        of_reference = {} if reference is arm else {run.seed: curves[run.folder] for run in reference.runs}
-        for name in ("train", "val"):
-            plain += _lines(number, name, [(run, curves[run.folder][name]) for run in arm.runs])
+        of_seed = {} if reference is arm else {run.seed: run.folder for run in reference.runs}
+        for name, curve in curves.items():
+            plain += _lines(number, name, [(run, curve[run.folder]) for run in arm.runs])
             # Aligned by step: a step that one of the two lacks becomes NaN, which is dropped.
-            differences = [
-                (run, curves[run.folder][name] - of_reference[run.seed][name])
-                for run in arm.runs
-                if run.seed in of_reference
-            ]
-            if lines := _lines(number, name, [(run, change[np.isfinite(change)]) for run, change in differences]):
+            pairs = [(run, curve[run.folder] - curve[of_seed[run.seed]]) for run in arm.runs if run.seed in of_seed]
+            if lines := _lines(number, name, [(run, difference[np.isfinite(difference)]) for run, difference in pairs]):
                 relative += lines
                 references.add(reference.label)
     return {"width": width, "plain": plain, "relative": relative, "references": sorted(references)}
-
-
-def _curves(run: Run, width: int) -> dict[str, pd.Series]:
-    """Return the training loss in means of `width` steps, and the validation loss, by step."""
-    train = binned(run.steps["step"], run.steps["loss"], width)
-    return {"train": train, "val": pd.Series(run.evals["val_loss"], run.evals["step"])}
 
 
 def binned(steps: np.ndarray, values: np.ndarray, width: int) -> pd.Series:

@@ -25,6 +25,8 @@ from gnmr.records.unit_stream import recorded_units
 _GROUPS = {"num_": "recovery", "spent_": "recovery", "saved_": "memory"}
 """Groups of a step's series by the prefix of the recorded field; every other field is in `train`."""
 _PRICES = ("price", "price_fprop")
+_CHART_UNITS = 5  # that have a line in a chart, the most promoted ones
+_CHART_STEPS = 10  # in a point of a chart, the maximum over them; more if W&B would draw too many points
 _MAX_TAG = 64  # characters; W&B's own limit
 _LIMIT_S = 30.0  # time for W&B to take the last rows and to end a run
 _TEARDOWN_S = 2.0
@@ -52,16 +54,9 @@ class WandbSink:
     training thread only queues them. What is handed over must not be changed afterwards.
     """
 
-    def __init__(self, say: Callable[[str], None], wandb_every: int = 10, wandb_units: int = 5) -> None:
-        """Send nothing until `start`.
-
-        Args:
-            say: gets the one line when W&B fails.
-            wandb_every: steps in a point of a chart, the maximum over them; more if W&B would draw too many points.
-            wandb_units: how many units have a line in a chart, the most promoted ones.
-        """
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Send nothing until `start`; `say` gets the one line when W&B fails."""
         self._say = say
-        self._chart_steps, self._chart_units = wandb_every, wandb_units
         self._columns: list[str] = []  # of the signal, as the last row of steps.jsonl has them
         self._num_promotions = self._last_step = 0
         self._run: Any = None
@@ -183,15 +178,15 @@ class WandbSink:
         A point is the maximum over an interval and has the name of its last step, so that no spike of one step is lost.
         """
         wandb, table = _wandb(), read_units(folder).to_pandas().replace([np.inf, -np.inf], np.nan)
-        most_points = max(1, wandb.Table.MAX_ROWS // self._chart_units)
-        interval = max(self._chart_steps, -(-self._last_step // most_points))
+        most_points = max(1, wandb.Table.MAX_ROWS // _CHART_UNITS)
+        interval = max(_CHART_STEPS, -(-self._last_step // most_points))
         table["step"] = np.minimum(-(-table["step"] // interval) * interval, self._last_step)
         columns = [name for name in self._columns if name in table] or ["risk"]
         maxima = table.groupby(["step", "unit"], observed=True)[columns].max()
         charts: dict[str, Any] = {}
         for column in columns:
             by_unit = maxima[column].unstack().dropna(axis=1, how="all")
-            units = sorted(by_unit, key=lambda unit: (-promotions[unit], -by_unit[unit].max()))[: self._chart_units]
+            units = sorted(by_unit, key=lambda unit: (-promotions[unit], -by_unit[unit].max()))[:_CHART_UNITS]
             lines = [by_unit[unit].dropna() for unit in units]
             if lines:
                 charts[f"traces/{column}"] = wandb.plot.line_series(
