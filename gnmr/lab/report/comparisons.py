@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -165,18 +165,19 @@ class Comparison:
 
     def reference(self, arm: Arm) -> Arm | None:
         """The static 16-bit arm to compare with, else the static recovery arm if its path has 16 bits."""
-        if (sixteen_bit := self._bound(arm, lambda other: other.sixteen_bit)) is not None:
+        sixteen_bit = self._nearest(arm, [other for other in self.arms if other.sixteen_bit])
+        if sixteen_bit is not None:
             return sixteen_bit
         recovery = self.recovery(arm)
         return recovery if recovery is not None and recovery.bits(recovery.always) == 16 else None
 
     def low(self, arm: Arm) -> Arm | None:
         """The static arm on the arm's low path, under the same injected faults."""
-        return self._bound(arm, self._on(arm, 0))
+        return self._nearest(arm, self._static(arm, 0))
 
     def recovery(self, arm: Arm) -> Arm | None:
         """The static arm on the arm's recovery path; without injected faults where there is one."""
-        return self._bound(arm, self._on(arm, 1))
+        return self._nearest(arm, self._static(arm, 1))
 
     def random(self, arm: Arm) -> Arm | None:
         """Return the `nearest_random` arm if both have the same budget.
@@ -223,19 +224,20 @@ class Comparison:
         wide = [other for other in wider if not other.sixteen_bit] or wider
         return narrowest.always, wide[-1].always if wide else None
 
-    def _on(self, arm: Arm, place: int) -> Callable[[Arm], bool]:
-        """Whether another arm is the static one on the arm's low (0) or recovery (1) path."""
-        # Settings in which the static arm must agree: those that change what the path computes.
-        wanted = self.formats(arm)[place]
+    def _static(self, arm: Arm, place: int) -> list[Arm]:
+        """The static arms on the arm's low (0) or recovery (1) path."""
+        if (wanted := self.formats(arm)[place]) is None:
+            return []
+        # Settings in which they must agree: those that change what the path computes.
         keys = {f"precision.recipes.{wanted}."} | ({*_QUANTIZER} if place == 0 or arm.bits(wanted) != 16 else set())
         if place == 0:
             keys |= {"faults."} | ({"compression."} if arm.compression else set())
         if arm.sixteen_bit:
             keys -= {*_OF_CASTS}  # without casts they have no effect
-        return lambda other: wanted is not None and other.always == wanted and same(arm, other, tuple(keys))
+        return [other for other in self.arms if other.always == wanted and same(arm, other, tuple(keys))]
 
-    def _bound(self, arm: Arm, fits: Callable[[Arm], bool]) -> Arm | None:
-        """The static arm that fits, of the same model and optimizer.
+    def _nearest(self, arm: Arm, static_arms: Iterable[Arm]) -> Arm | None:
+        """The one of the static arms to compare with, of the same model and optimizer.
 
         Gradient transforms and optimizers are separate arms: plain AdamW stands for all of them, where there is one
         of the same rate if possible. Among equals an arm of one format throughout comes before a routed one (except
@@ -254,7 +256,7 @@ class Comparison:
             common = len(arm.losses.keys() & other.losses.keys())
             return other.plain_adamw, same_rate, not faults, other.routed == faults, other is arm, same_low, common
 
-        return max((other for other in self.arms if fits(other) and comparable(other)), key=rank, default=None)
+        return max(filter(comparable, static_arms), key=rank, default=None)
 
     def apart(self) -> dict[str, tuple[str, list[str]]]:
         """What keeps this comparison apart from its rivals: {name: (here, there)}."""

@@ -24,18 +24,20 @@ from gnmr.lab.report.layout import (
 from gnmr.lab.report.recorded_run import Run
 from gnmr.lab.report.statistics import Result, p_text, stat
 
-_OPTIONAL = (
-    "diff. [95% CI]",
-    "verdict (p)",
-    "gap recovered",
-    "vs random (p)",
-    "GEMM FLOPs\nrecovered",
-    "unit-steps\nrecovered",
-    "extra time",
-    "spike score",
-    "promotions",
-    "sent",
-)
+_OPTIONAL = {
+    "diff. [95% CI]": "",
+    "verdict (p)": "",
+    "gap recovered": "Gap recovered: the share of the loss gap between the two bounds that the arm recovers.",
+    "vs random (p)": "",
+    "GEMM FLOPs\nrecovered": "GEMM FLOPs recovered: the share of the GEMM FLOPs on the recovery path.",
+    "unit-steps\nrecovered": "unit-steps recovered: the share of the unit-steps on the recovery path.",
+    "extra time": "Extra time: the GEMM time that pins and recovery add to that of all GEMMs on the low recipe.",
+    "spike score": "Spike score: the share of steps whose loss lies at least 7 standard deviations from the mean of "
+    "the 1,000 before it.",
+    "promotions": "",
+    "sent": "",
+}
+"""The columns that are left out if no arm has a number in them, and what to say below the table about some of them."""
 
 
 def arm_tables(comparisons: Iterable[Comparison]) -> list[Table]:
@@ -134,17 +136,7 @@ def _notes(comparison: Comparison, columns: list[str]) -> list[str]:
             notes.append(family.control_text())
             if family.tested:
                 notes.append(family.method_text())
-    if "gap recovered" in columns:
-        notes.append("Gap recovered: the share of the loss gap between the two bounds that the arm recovers.")
-    if f"{comparison.spend_of}\nrecovered" in columns:
-        notes.append(f"{comparison.spend_of} recovered: the share of the {comparison.spend_of} on the recovery path.")
-    if "extra time" in columns:
-        notes.append("Extra time: the GEMM time that pins and recovery add to that of all GEMMs on the low recipe.")
-    if "spike score" in columns:
-        notes.append(
-            "Spike score: the share of steps whose loss lies at least 7 standard deviations from the mean of the 1,000 "
-            "before it."
-        )
+    notes += [note for column, note in _OPTIONAL.items() if note and column in columns]
     return notes
 
 
