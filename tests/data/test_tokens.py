@@ -185,12 +185,6 @@ def test_a_users_tokenizer(end: str, last_id: int, dtype: type, config: Make, tm
     assert corpus.tokenizer_path.read_bytes() == file.read_bytes()
 
 
-def test_a_tokenizer_without_an_end_is_refused(config: Make, corpus_file: Path, tmp_path: Path) -> None:
-    file = word_tokenizer(tmp_path / "tokenizer.json", "<eos>", 3)
-    with pytest.raises(UserError, match=r"data\.tokenizer=.*: has no end-of-text token"):
-        build(config(path=str(corpus_file), tokenizer=str(file)))
-
-
 # ---- control tokens that are written out in a text ----
 
 

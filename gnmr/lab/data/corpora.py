@@ -373,7 +373,7 @@ def local_files(config: DataConfig) -> tuple[Path, Splits, str]:
     train, validation = splits[TRAIN], splits[VALIDATION]
     summary = f"training files: {len(train)}, "
     summary += f"validation files: {len(validation)}" if validation else _validation_by_content(config, train)
-    if left_out := [name for name in names if name not in {*train, *validation}]:
+    if left_out := sorted({*names} - {*train, *validation}):
         summary += f"; left out because there are files named train: {named(left_out)}"
     if of_clone:
         summary += f"; of the folder {path.name} alone"
@@ -477,7 +477,7 @@ def _split_by_name(names: list[str], where: str) -> Splits:
     if len(names) == 1:
         return {TRAIN: names, VALIDATION: []}  # a single file is the corpus, whatever its name
     validation = [name for name in names if _IS_VALIDATION.search(name)]
-    not_validation = [name for name in names if name not in validation]
+    not_validation = [name for name in names if not _IS_VALIDATION.search(name)]
     train = [name for name in not_validation if _IS_TRAIN.search(name)] or not_validation
     if not train:
         raise UserError(f"{where}: every file is named as validation; name the training files train*")
