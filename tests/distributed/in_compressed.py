@@ -1,4 +1,4 @@
-"""A loop with compressed gradients: two real ranks, or one process that plays both."""
+"""A loop with compressed gradients on two ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gnmr.attachment.ranks import world
 from gnmr.attachment.ranks.reduce import DistributedRanks
 from gnmr.control import Controller, ControlSpec
-from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec, RankWorkers, VirtualWorkers
+from gnmr.lab.rivals.greedylore import GreedyLore, GreedyLoreSpec
 
-SPEC: dict[str, Any] = {"rank": 3, "refresh_every": 15, "dense_steps": 3}
+SPEC = GreedyLoreSpec(rank=3, refresh_every=15, dense_steps=3)
 
 
 class Block(nn.Module):
@@ -26,56 +26,34 @@ class Block(nn.Module):
         return x + self.down_proj(torch.tanh(self.up_proj(x)))
 
 
-def compress(
-    how: str = "virtual", *, steps: int = 40, saved: Any = None, start: int = 0, parts: int = 1, **options: Any
-) -> dict[str, Any]:
-    """`how`: virtual, ranks, or hook (of DDP, several buckets). What came of it.
-
-    `saved`: goes on from what a loop of `start` steps returned, or of ranks a list of that. `parts`: micro-batches.
-    """
+def compress(how: str, *, steps: int, parts: int) -> dict[str, Any]:
+    """What came of a loop on two ranks: `ranks`, or `hook` (of DDP, several buckets). `parts`: micro-batches."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).double()
-    workers = VirtualWorkers(2) if how == "virtual" else RankWorkers()
-    compressed = GreedyLore(model, GreedyLoreSpec(**{**SPEC, **options}), workers=workers)
+    compressed = GreedyLore(model, SPEC)
     outer: nn.Module = model
     if how == "hook":
         outer = DistributedDataParallel(model, bucket_cap_mb=0.0015)  # type: ignore[arg-type]
         compressed.register(outer)
     control = ControlSpec(alpha=1.02, beta=1.02, delta=3, max_o=2)
-    controller = Controller(compressed.units(), control, ranks=None if how == "virtual" else DistributedRanks())
+    controller = Controller(compressed.units(), control, ranks=DistributedRanks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    if isinstance(saved, list):
-        saved = saved[world.rank()]
-    if saved is not None:
-        model.load_state_dict(saved["model"])
-        compressed.load_state_dict(saved["compressed"])
-        controller.load_state_dict(saved["controller"])
     sets, sent = [], []
-    for step in range(start, start + steps):
+    for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         batches = torch.randn(2, 16, 8, generator=generator, dtype=torch.float64)
-        rows = []
-        for x in batches[workers.here]:
-            optimizer.zero_grad()
-            for i, part in enumerate(x.chunk(parts)):
-                with outer.no_sync() if how == "hook" and i < parts - 1 else nullcontext():  # type: ignore[operator]
-                    ((outer(part) - 2 * part.roll(1, 1)).square().mean() / parts).backward()
-            rows.append([one.grad for one in model.parameters()])
-        names = [name for name, _ in model.named_parameters()]
+        optimizer.zero_grad()
+        for i, part in enumerate(batches[world.rank()].chunk(parts)):
+            with outer.no_sync() if how == "hook" and i < parts - 1 else nullcontext():  # type: ignore[operator]
+                ((outer(part) - 2 * part.roll(1, 1)).square().mean() / parts).backward()
         if how != "hook":
-            means = compressed.reduce({name: torch.stack(one) for name, *one in zip(names, *rows, strict=True)})
-            for name, mean in means.items():
+            rows = {name: one.grad[None] for name, one in model.named_parameters() if one.grad is not None}
+            for name, mean in compressed.reduce(rows).items():
                 model.get_parameter(name).grad = mean
         sets.append(controller.step().active.tolist())
         sent.append(compressed.sent)
         optimizer.step()
-    return {
-        "sets": sets,
-        "sent": sent,
-        "model": model.state_dict(),
-        "compressed": compressed.state_dict(),
-        "controller": controller.state_dict(),
-    }
+    return {"sets": sets, "sent": sent, "model": model.state_dict(), "compressed": compressed.state_dict()}
 
 
 def differing_sets(hook: bool) -> None:
