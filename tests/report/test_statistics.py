@@ -181,7 +181,7 @@ def test_the_share_of_the_gap_and_fiellers_interval_by_root_finding() -> None:
     critical = stats.t.ppf(0.975, model.freedom)
 
     def beyond(share: float) -> float:
-        one = model.contrast({"never": 1 - share, "b": -1, "always": share})
+        one = model.contrast((1 - share) * model.of("never") - model.of("b") + share * model.of("always"))
         assert one is not None
         return abs(one.estimate) / one.error - critical
 

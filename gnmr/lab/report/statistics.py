@@ -55,7 +55,6 @@ _DRAWS = 999
 _LARGEST = 1e100  # losses above it cannot be squared, and count as diverged
 Losses = Mapping[Any, float]  # losses of an arm by replicate, inf where the run diverged
 Values = Mapping[str, Losses]  # losses by arm
-Weights = Mapping[str, float]  # a contrast: factors by arm
 
 
 class Stat(NamedTuple):
@@ -188,10 +187,17 @@ class Model:
             self.additive_p = float(linear_reset(self.fit, power=2, use_f=True).pvalue)
         self.own_differences = self.spread_p < LEVEL or self.additive_p < LEVEL
 
-    def joint(self, *contrasts: Weights) -> tuple[np.ndarray, np.ndarray, int] | None:
-        """Estimate contrasts: return their values, covariance and degrees of freedom; None without replicates."""
-        weights_CA = np.array([[weights.get(arm, 0.0) for arm in self.arms] for weights in contrasts])
-        # The replicates that all arms of the contrasts have.
+    def of(self, arm: str) -> np.ndarray:
+        """Return the weights of the arms (A,) that make the arm's own mean; contrasts are sums of them."""
+        return np.eye(len(self.arms))[self.arms.index(arm)]
+
+    def joint(self, *weights_A: np.ndarray) -> tuple[np.ndarray, np.ndarray, int] | None:
+        """Estimate contrasts from their weights, (A,) each.
+
+        Returns:
+            Values (C,), covariance (C, C) and degrees of freedom; None if the arms have no replicates in common.
+        """
+        weights_CA = np.array(weights_A)
         common_R = ~np.isnan(self.losses_AR[weights_CA.any(axis=0)]).any(axis=0)
         number = int(common_R.sum())
         if self.own_differences:
@@ -199,29 +205,28 @@ class Model:
                 return None
             # Each replicate gives one value of every contrast; their mean and its covariance are estimated from them.
             values_CR = weights_CA @ np.nan_to_num(self.losses_AR[:, common_R])  # missing losses have the weight 0
-            return values_CR.mean(axis=1), np.cov(values_CR).reshape(len(contrasts), -1) / number, number - 1
+            return values_CR.mean(axis=1), np.cov(values_CR).reshape(len(weights_CA), -1) / number, number - 1
         if number == 0 or self.freedom < 1:
             return None
         # Contrast c of the coefficients b: c b, with covariance c (X'X)^-1 c' s^2. The arms' coefficients come first.
-        matrix = np.zeros((len(contrasts), len(self.fit.params)))
-        matrix[:, : len(self.arms)] = weights_CA
+        matrix = np.pad(weights_CA, ((0, 0), (0, len(self.fit.params) - len(self.arms))))
         covariance = matrix @ np.asarray(self.fit.normalized_cov_params) @ matrix.T * self.sd**2
         return matrix @ np.asarray(self.fit.params), covariance, self.freedom
 
-    def contrast(self, weights: Weights) -> Contrast | None:
+    def contrast(self, weights_A: np.ndarray) -> Contrast | None:
         """Estimate one contrast; None if its arms have no replicates in common."""
-        if (estimated := self.joint(weights)) is None:
+        if (estimated := self.joint(weights_A)) is None:
             return None
         estimate, covariance, freedom = estimated
         return Contrast(float(estimate[0]), math.sqrt(max(float(covariance[0, 0]), 0.0)), freedom)
 
     def between(self, arm: str, other: str) -> Contrast | None:
         """Estimate the arm minus the other; None if the model does not hold both."""
-        return self.contrast({arm: 1.0, other: -1.0}) if {arm, other} <= {*self.arms} else None
+        return self.contrast(self.of(arm) - self.of(other)) if {arm, other} <= {*self.arms} else None
 
     def closed(self, arm: str, low: str, high: str) -> Share | None:
         """Estimate (low - arm) / (low - high), by Fieller's theorem."""
-        estimated = self.joint({low: 1.0, arm: -1.0}, {low: 1.0, high: -1.0})
+        estimated = self.joint(self.of(low) - self.of(arm), self.of(low) - self.of(high))
         if estimated is None or not estimated[0][1]:
             return None
         (a, b), cov, freedom = estimated
@@ -282,7 +287,7 @@ class Family:
         return self.n >= FEWEST
 
     def test(self, contrasts: Iterable[tuple[str, str]]) -> tuple[Result, ...]:
-        """Test contrasts of an arm and its control, with p-values that are adjusted over all of them."""
+        """Test contrasts, each of an arm and its control; the p-values are Holm-adjusted over all of them."""
         results = [self._test(arm, control) for arm, control in contrasts]
         return tuple(adjusted(results) if self.gate else [replace(result, p=None) for result in results])
 
@@ -295,13 +300,9 @@ class Family:
         if self.gap is None or not self.gate or arm in (self.low, self.high):
             return tested
         # Equivalence: arm - control + margin (low - high) is above 0, and arm - control - margin (low - high) below 0.
-        ends = []
-        for margin in (MARGIN, -MARGIN):
-            weights = dict.fromkeys((arm, control, self.low, self.high), 0.0)
-            for name, weight in ((arm, 1.0), (control, -1.0), (self.low, margin), (self.high, -margin)):
-                weights[name] += weight
-            ends.append(model.contrast(weights))
-        above, below = ends
+        difference_A = model.of(arm) - model.of(control)
+        margin_A = MARGIN * (model.of(self.low) - model.of(self.high))
+        above, below = model.contrast(difference_A + margin_A), model.contrast(difference_A - margin_A)
         p_equal = max(above.above, 1 - below.above) if above and below and exact.n >= FEWEST else None
         return replace(tested, closed=model.closed(arm, self.low, self.high), p_equal=p_equal)
 
