@@ -56,7 +56,7 @@ function tip(event, title, pairs) {
 
 /** A click on a heading sorts its table: numbers by size, "-" last. */
 function sortable(table) {
-  const key = text => { const found = text.match(/^[+-]?[\d,]*\.?\d+(e[+-]?\d+)?/); return text === "-" ? null : found ? Number(found[0].replace(/,/g, "")) : text; };
+  const key = text => { const number = text.match(/^[+-]?[\d,]*\.?\d+(e[+-]?\d+)?/); return text === "-" ? null : number ? Number(number[0].replace(/,/g, "")) : text; };
   const heads = [...table.querySelectorAll("th")], body = table.tBodies[0];
   heads.forEach((head, column) => head.addEventListener("click", () => {
     const up = head.getAttribute("aria-sort") !== "ascending";
@@ -72,16 +72,16 @@ function sortable(table) {
 // ---- plots ----
 
 function ticks(low, high, most) {
-  const power = 10 ** Math.floor(Math.log10((high - low) / most || 1)), step = [1, 2, 5, 10].find(one => one * power >= (high - low) / most) * power, found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + 1e-9 * step; at++) found.push(Number((at * step).toPrecision(12)));
-  return found;
+  const power = 10 ** Math.floor(Math.log10((high - low) / most || 1)), step = [1, 2, 5, 10].find(factor => factor * power >= (high - low) / most) * power, places = [];
+  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + 1e-9 * step; at++) places.push(Number((at * step).toPrecision(12)));
+  return places;
 }
 /** Multiples of 1, 2 and 5 in every decade, or only powers of ten where there are many; of logarithms. */
 function logTicks(low, high) {
-  const every = Math.max(1, Math.ceil((high - low) / 4)), found = [];
+  const every = Math.max(1, Math.ceil((high - low) / 4)), places = [];
   for (let power = Math.floor(low); power <= Math.ceil(high); power++)
-    if (power % every === 0) for (const part of high - low < 2.5 ? [1, 2, 5] : [1]) found.push(Math.log10(part) + power);
-  const inside = found.filter(at => at >= low && at <= high);
+    if (power % every === 0) for (const part of high - low < 2.5 ? [1, 2, 5] : [1]) places.push(Math.log10(part) + power);
+  const inside = places.filter(at => at >= low && at <= high);
   return inside.length > 1 ? inside : ticks(10 ** low, 10 ** high, 3).map(Math.log10);
 }
 let clips = 0;
@@ -239,7 +239,7 @@ async function unpack({ type, data }) {
 /** A run's map with its arrays. */
 async function opened(map) {
   map.open ??= (async () => {
-    const values = await Promise.all(Object.entries(map.values).map(async ([name, one]) => [name, await unpack(one)]));
+    const values = await Promise.all(Object.entries(map.values).map(async ([name, column]) => [name, await unpack(column)]));
     const [step, active, recorded] = await Promise.all([map.step, map.active, map.recorded].map(unpack));
     return { ...map, step, active, recorded, values: Object.fromEntries(values) };
   })();
@@ -257,12 +257,12 @@ function picture(m) {
     if (Number.isNaN(value)) return [...unseen, 255];
     if (value <= m.limit) return [0, 0, 0, 0];
     const place = 5 * Math.min(1, Math.log2(value / m.limit) / 2), from = Math.min(4, Math.floor(place));
-    return [...ramp[from].map((one, channel) => one + (place - from) * (ramp[from + 1][channel] - one)), 255];
+    return [...ramp[from].map((part, channel) => part + (place - from) * (ramp[from + 1][channel] - part)), 255];
   };
   order.forEach((unit, row) => {
     for (let bin = 0; bin < m.bins; bin++) {
       const cell = unit * m.bins + bin, colour = colourOf(m.values.risk[cell]), share = m.active[cell] / (m.recorded[bin] || 1), mix = .45 + .55 * share;
-      const blue = recovery.map((one, channel) => colour[3] ? one * mix + colour[channel] * (1 - mix) : one);
+      const blue = recovery.map((part, channel) => colour[3] ? part * mix + colour[channel] * (1 - mix) : part);
       for (let line = 0; line < 7; line++) image.data.set(share && line > 4 ? [...blue, colour[3] ? 255 : 255 * mix] : colour, 4 * ((8 * row + line) * m.bins + bin));
     }
   });
@@ -292,7 +292,7 @@ function drawMap(m) {
   const py = row => plot.top + plot.h * row / units, end = m.bins * m.width + .5;
   plot.below.replaceChildren(...[...plot.below.children].filter(line => line.getAttribute("class") !== "grid"));
   plot.inside.append(svg("image", { href: picture(m), x: plot.px(.5), y: plot.top, width: plot.px(end) - plot.px(.5), height: plot.h, preserveAspectRatio: "none" }));
-  for (const one of m.faults.slice(0, 1000)) plot.inside.append(svg("rect", { class: "fault", x: plot.px(one.start - .5), width: plot.px(one.end + .5) - plot.px(one.start - .5), y: py(order.indexOf(one.unit)), height: plot.h / units, fill: "none", stroke: "var(--ink)", "stroke-width": 1.6 }));
+  for (const fault of m.faults.slice(0, 1000)) plot.inside.append(svg("rect", { class: "fault", x: plot.px(fault.start - .5), width: plot.px(fault.end + .5) - plot.px(fault.start - .5), y: py(order.indexOf(fault.unit)), height: plot.h / units, fill: "none", stroke: "var(--ink)", "stroke-width": 1.6 }));
   for (const [step] of m.verdicts) plot.inside.append(svg("line", { class: "spike", x1: plot.px(step), x2: plot.px(step), y1: plot.top, y2: plot.top + plot.h, style: "stroke:var(--ink);stroke-width:1.2", "stroke-dasharray": "2 3" }));
   const apart = Math.max(1, Math.ceil(units / (narrow() ? 40 : 60)));
   order.forEach((unit, row) => { if (row % apart === 0) plot.above.append(svg("text", { class: "unit-name", x: left - 7, y: py(row + .5) + 3.5, "text-anchor": "end", "font-size": narrow() ? 10 : 10.5 }, briefly(m.units[unit]))); });
@@ -323,7 +323,7 @@ function cellFacts(m, unit, bin) {
 function drawUnit(m, unit) {
   openUnitNumber = unit;
   const panel = $("unit"), row = flat => Array.from(flat.subarray(m.bins * unit, m.bins * (unit + 1))), risk = row(m.values.risk), active = row(m.active), x = row(m.step).map((offset, bin) => bin * m.width + 1 + offset);
-  const promotions = m.promotions.filter(([of]) => of === unit), share = active.reduce((sum, one) => sum + one, 0) / m.recorded.reduce((sum, one) => sum + one, 0);
+  const promotions = m.promotions.filter(([of]) => of === unit), share = active.reduce((sum, steps) => sum + steps, 0) / m.recorded.reduce((sum, steps) => sum + steps, 0);
   const peak = risk.reduce((best, value, bin) => value > risk[best] || Number.isNaN(risk[best]) ? bin : best, 0), other = el("select", { onchange: event => { location.hash = ["unit", current, $("run").value, encodeURIComponent(m.units[event.target.value])].join("/"); } });
   options(other, m.units, unit);
   const columns = Object.keys(m.values).filter(name => name !== "norm" && name !== "risk"), tracks = [["gradient norm", ["norm"]], ...columns.length ? [[columns.length > 1 ? "signal and evidence" : columns[0], columns]] : [], ["risk", ["risk"]]];
@@ -335,7 +335,7 @@ function drawUnit(m, unit) {
   if (promotions.length) panel.append(tableOf(promotions.length > 1000 ? `Promotions, the first 1,000 of ${whole(promotions.length)}` : "Promotions", ["decided after step", "in force", "cause", "risk", "ended by"], promotions.slice(0, 1000).map(([, step, end, cause, by, value]) =>
     [whole(step), `${whole(cause === "retry" ? step : step + 1)}–${by ? whole(end) : "the end"}`, cause, figures(value), by ?? "-"])));  // a step that is tried again is itself in force
   panel.hidden = false;
-  const bands = active.map((one, bin) => one ? [stepsOf(m, bin)[0] - .5, stepsOf(m, bin)[1] + .5] : null).filter(Boolean), frames = m.faults.filter(fault => fault.unit === unit).map(fault => [fault.start - .5, fault.end + .5]);
+  const bands = active.map((steps, bin) => steps ? [stepsOf(m, bin)[0] - .5, stepsOf(m, bin)[1] + .5] : null).filter(Boolean), frames = m.faults.filter(fault => fault.unit === unit).map(fault => [fault.start - .5, fault.end + .5]);
   tracks.forEach(([title, names], track) => {
     const lines = names.map((name, place) => ({ x, y: row(m.values[name]).map(value => Number.isFinite(value) ? value : null), name, what: "value", colour: title === "risk" ? "var(--sign)" : track ? `var(--c${place % 7})` : "var(--ink)" }));
     const levels = name => m.thresholds[name] ?? [], marks = names.flatMap((name, place) => levels(name).map(([from, y], stage, every) => ({ from: from - .5, to: every[stage + 1]?.[0] - .5 || Infinity, y, colour: lines[place].colour })));

@@ -31,7 +31,6 @@ from gnmr.records.summary import summarize
 from gnmr.records.untrusted import Damaged, content, exists, reading, text
 
 _FOLDER_NAME = re.compile(r"(?P<arm>.+)-[0-9a-f]{8}-s(?P<seed>\d+)")
-_SHOWN = ("step", "unit", "norm", "risk", "active")
 _STEP_NUMBERS = [name for name in STEP_FIELDS if name not in ("nonfinite_unit", "over", "statistics")]
 _MOST_WORDS = 4000  # characters of a command or a reason
 _MOST_NUMBERS = 1 << 29
@@ -171,8 +170,6 @@ class Run:
     def units(self) -> UnitMatrices:
         """Read anew at each call: too large to keep for every run of a sweep."""
         table = read_units(self.folder).unify_dictionaries()
-        if missing := [name for name in _SHOWN if name not in table.column_names]:
-            raise Damaged(f"{self.folder}: units.arrows has no column {missing[0]!r}")
         # Columns are units in the order of the header; each row of the table becomes one cell.
         unit = table["unit"].combine_chunks()
         names = unit.dictionary.to_pylist()
