@@ -8,8 +8,8 @@
             held-out tokens themselves). Every score fills the same knapsack.
 `predicted` KL that plans of SmolLM2 leave, against the sum of the prices that they leave.
 `loss`      loss increase minus KL, with all operators in low precision, ± standard error over sequences.
-`forks`     fraction of the loss gap that forks recover, for each base checkpoint on which a plan was made once;
-            ± half the width of the 95% interval over data orders.
+`forks`     fraction of the loss gap that forks recover, mean over base checkpoints, on each of which a plan was made
+            once; ± half the width of the 95% interval over checkpoints. The gap is in nats.
 `english`   nats of loss, times 1,000, that forks of English models gain against those that keep nothing; the same ±.
             `price`, `any` and `GNMR` choose in each step, by price, at random and by GNMR.
 """
@@ -39,7 +39,8 @@ SCORES = {
 SAMPLES = 2000
 BUDGET = 0.3
 """Extra time of fprop that the plans of `oracle` and `forks` may take: three tenths of the operators' area in MXFP8."""
-ARMS = ("plan", "bf16", "MSE", "random", "last", "last, bf16")
+ARMS = ("plan", "bf16", "by element", "gradient norm", "MSE", "random", "first and last", "last")
+"""Arms of `forks`."""
 
 Rows = Iterator[list[str]]
 
@@ -139,26 +140,35 @@ def mean_and_half(values: np.ndarray, of_one: float, digits: int, unit: str = ""
     return f"{values.mean() / of_one:.{digits}f}{unit} ± {half / of_one:.{digits}f}"
 
 
-def losses_of(file: str) -> dict[tuple[str, str], dict[tuple[str, float], dict[int, float]]]:
-    """Return the losses of forks by (low path, base), (arm, budget) and data order."""
-    losses: dict[tuple[str, str], dict[tuple[str, float], dict[int, float]]] = {}
+Losses = dict[tuple[str, float], dict[int, list[float]]]
+"""Losses of a checkpoint's forks by (arm, budget) and data order, one for each draw of the arm."""
+
+
+def losses_of(file: str) -> dict[tuple[str, str], Losses]:
+    """Return the losses of forks by (low path, base)."""
+    losses: dict[tuple[str, str], Losses] = {}
     for row in record(file):
         of_base = losses.setdefault((row["low"], row["base"]), {})
-        of_base.setdefault((row["arm"], row["budget"]), {})[row["order"]] = row["loss"]
+        of_base.setdefault((row["arm"], row["budget"]), {}).setdefault(row["order"], []).append(row["loss"])
     return losses
 
 
-def gains(losses: dict[tuple[str, float], dict[int, float]], arm: str, budget: float) -> np.ndarray:
+def gains(losses: Losses, arm: str, budget: float) -> np.ndarray:
     """Return what the forks of an arm gain against those that keep nothing, in nats, (orders,)."""
-    return np.array([losses["never", 0.0][order] - loss for order, loss in losses[arm, budget].items()])
+    return np.array([losses["never", 0.0][order][0] - np.mean(drawn) for order, drawn in losses[arm, budget].items()])
 
 
 def forks() -> Rows:
     yield ["forks", "gap", *ARMS]
-    for (low, base), losses in losses_of("plans-forks.jsonl").items():
-        gap = gains(losses, "always", 0.0).mean()
-        shares = [mean_and_half(gains(losses, arm, BUDGET), gap / 100, 0, "%") for arm in ARMS]
-        yield [f"{low}, base {base[-1]}", f"{gap:.4f}", *shares]
+    of_checkpoints: dict[str, list[Losses]] = {}
+    for (low, base), losses in losses_of("plans-checkpoints.jsonl").items():
+        outliers = "with" if "outliers" in base else "without"
+        of_checkpoints.setdefault(f"{low}, {outliers} outliers", []).append(losses)
+    for label, checkpoints in of_checkpoints.items():
+        gaps_C = np.array([gains(losses, "always", 0.0).mean() for losses in checkpoints])
+        saved_AC = np.array([[gains(losses, arm, BUDGET).mean() for losses in checkpoints] for arm in ARMS])
+        shares = [mean_and_half(saved_C / gaps_C, 0.01, 0, "%") for saved_C in saved_AC]
+        yield [f"{label} ({len(checkpoints)})", mean_and_half(gaps_C, 1.0, 4), *shares]
 
 
 def english() -> Rows:
