@@ -81,7 +81,7 @@ def test_the_report_and_replay_read_it(done, gnmr, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<dd>1,088 parameters</dd>" in page and "<dd>6 steps</dd>" in page
     own = gnmr("replay", str(done))  # under the loop's own settings: the sets are the loop's
-    (told,) = (line.split()[-2:] for line in own.out.splitlines() if line.startswith("unit-steps recovered"))
+    (told,) = (line.split()[-2:] for line in own.out.splitlines() if line.startswith("unit-steps spent"))
     assert own.code == 0 and told[0] == told[1] != "0.00%"
     replayed = gnmr("replay", str(done), "alpha=1.05", "beta=1.05", "max_o=2")
     assert replayed.code == 0 and "units" in replayed.out

@@ -37,7 +37,7 @@ def done(tmp_path: Path) -> list[int]:
     return [seed for seed, folder in cells(tmp_path).items() if (folder / "DONE").exists()]
 
 
-@pytest.mark.parametrize(("sent", "told"), [(None, "GEMM FLOPs recovered 3.0%"), (0.271, "sent 27.1%")])
+@pytest.mark.parametrize(("sent", "told"), [(None, "GEMM FLOPs spent 3.0%"), (0.271, "sent 27.1%")])
 def test_a_line_tells_what_recovery_costs(tmp_path, sent, told):
     summary = {"final_val_ppl": 36.19, "spent_gemm_frac": 0.03, "numbers_sent_frac": sent, "wall_time_s": 45.0}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
@@ -62,7 +62,7 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
     told = [line for line in first.out.splitlines() if line.startswith("#")]
     for number, (line, folder) in enumerate(zip(told, cells(tmp_path).values(), strict=True)):
         assert re.fullmatch(
-            rf"#{number} {folder.name}  ppl \d+\.\d\d  GEMM FLOPs recovered \d+\.\d%  0:00:\d\d", line
+            rf"#{number} {folder.name}  ppl \d+\.\d\d  GEMM FLOPs spent \d+\.\d%  0:00:\d\d", line
         ), line
         assert "step 2/2  loss" in (folder / "log.txt").read_text()
         assert read_json(folder / "header.json")["command"].split().count(f"training.seed={number}") == 1

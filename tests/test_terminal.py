@@ -87,9 +87,9 @@ def test_text_is_shown_as_it_is(capsys) -> None:
 
 
 def test_what_nobody_copies_breaks_between_words_on_a_terminal() -> None:
-    line = "#12 sim_e2m1_bf16-always_low-53c38d0b-s0  ppl 18.28  GEMM FLOPs recovered 10.0%  0:00:09"
+    line = "#12 sim_e2m1_bf16-always_low-53c38d0b-s0  ppl 18.28  GEMM FLOPs spent 10.0%  0:00:09"
     for terminal, lines in (
-        (True, ["#12 sim_e2m1_bf16-always_low-53c38d0b-s0  ppl", "18.28  GEMM FLOPs recovered 10.0%  0:00:09"]),
+        (True, ["#12 sim_e2m1_bf16-always_low-53c38d0b-s0  ppl", "18.28  GEMM FLOPs spent 10.0%  0:00:09"]),
         (False, [line]),
     ):
         out = io.StringIO()

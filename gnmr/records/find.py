@@ -99,7 +99,7 @@ def finished(folder: Path) -> str:
     """Return one line about a run that is done.
 
     Returns:
-        The folder's name, perplexity, the share of numbers sent or of GEMM FLOPs recovered, and the wall time. Figures
+        The folder's name, perplexity, the share of numbers sent or of GEMM FLOPs spent, and the wall time. Figures
         are left out if summary.json has none, or cannot be read.
     """
     from gnmr.records.reader import read_json  # imported here, because it imports pyarrow
@@ -112,7 +112,7 @@ def finished(folder: Path) -> str:
         if (sent := summary.get("numbers_sent_frac")) is not None:  # the cost of recovery with compressed gradients
             figures.append(f"sent {sent:.1%}")
         elif (spent := summary["spent_gemm_frac"]) is not None:
-            figures.append(f"GEMM FLOPs recovered {spent:.1%}")
+            figures.append(f"GEMM FLOPs spent {spent:.1%}")
         figures.append(str(timedelta(seconds=round(summary["wall_time_s"]))))
     return "  ".join(figures)
 

@@ -35,7 +35,7 @@ def test_a_gap_that_is_not_shown_is_not_shared() -> None:
     found = told(int4=[50, 40, 52], int4_int8=[45, 46, 47], int8=[41, 49, 44])
     assert "Low precision did not change the perplexity significantly" in found.sentence
     assert "the arms between them are not judged" in found.sentence
-    assert [figure.label for figure in found.figures] == ["cost of low precision", "unit-steps recovered"]
+    assert [figure.label for figure in found.figures] == ["cost of low precision", "unit-steps spent"]
 
 
 def test_a_cost_that_the_table_does_not_show_is_not_told() -> None:
@@ -68,7 +68,7 @@ def test_nothing_beside_it() -> None:
     )
     assert [(figure.label, figure.value) for figure in found.figures] == [
         ("validation loss", f"{np.log(45):.4f}"),
-        ("unit-steps recovered", "10.0%"),
+        ("unit-steps spent", "10.0%"),
     ]
 
 

@@ -111,7 +111,7 @@ def test_sentence_and_table_say_the_same(runs: Recorded, noise: float) -> None:
     runs.add("int4_int8", *losses["price"], promoted=0.01, summary=spent, **price)
     (comparison,) = runs.comparisons()
     told, sentence = row(arm_table(comparison), "int4_int8-price"), headline(comparison).sentence
-    assert (told["GEMM FLOPs recovered"], told["extra time"]) == ("8.0%", "24.0%")
+    assert (told["GEMM FLOPs spent"], told["extra time"]) == ("8.0%", "24.0%")
     if told["verdict (p)"] == "no verdict":
         assert sentence.endswith("the arms between them are not judged.")
     else:

@@ -22,7 +22,7 @@ from gnmr.streams import Unwritable, open_streams, unread, why_unwritable
 COMMANDS = {
     "train": ("train a model under the controller; with -m a sweep over arms and seeds", "experiment=act_quant_stress"),
     "demo": ("a minute: what low precision costs, and how much of it recovery recovers", ""),
-    "runs": ("which runs there are, how they ended, their perplexity and the GEMM FLOPs they recovered", ""),
+    "runs": ("which runs there are, how they ended, their perplexity and the GEMM FLOPs they spent", ""),
     "report": ("what runs show: a sentence, a table and a page; finished or running", "runs/act_quant_stress"),
     "replay": (
         "run the controller over recorded norms, without training",

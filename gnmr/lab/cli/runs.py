@@ -1,4 +1,4 @@
-"""`gnmr runs [FOLDER...]`: which runs there are, how they ended, their perplexity and the GEMM FLOPs they recovered."""
+"""`gnmr runs [FOLDER...]`: which runs there are, how they ended, their perplexity and the GEMM FLOPs they spent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _RunRow:
     steps: int = 0
     perplexity: float = math.nan
     """Of the last evaluation; NaN where there is none."""
-    recovered: float = math.nan
+    spent: float = math.nan
     """Share of the GEMMs' arithmetic on the recovery path; NaN where it is not known."""
 
     def cells(self, root: str) -> tuple[Text, Text, str, str, str, str]:
@@ -48,7 +48,7 @@ class _RunRow:
             Text(self.status, _STYLES.get(self.status, "yellow")),
             f"{self.steps:,}",
             "–" if math.isnan(self.perplexity) else f"{self.perplexity:.2f}",
-            "–" if math.isnan(self.recovered) else f"{self.recovered:.1%}",
+            "–" if math.isnan(self.spent) else f"{self.spent:.1%}",
             f"{datetime.fromtimestamp(self.changed):%Y-%m-%d %H:%M}",
         )
 
@@ -84,8 +84,8 @@ def _row(folder: Path) -> _RunRow:
         if math.isnan(perplexity) and (evaluations := read_jsonl(folder / "eval.jsonl")):
             perplexity = _number(evaluations[-1].get("val_ppl"))
         steps = int(_number(summary.get("steps"), last_step(folder)))
-        recovered = _number(summary.get("spent_gemm_frac"))
-        return _RunRow(folder, changed(folder), _status(folder, summary), steps, perplexity, recovered)
+        spent = _number(summary.get("spent_gemm_frac"))
+        return _RunRow(folder, changed(folder), _status(folder, summary), steps, perplexity, spent)
     except UserError:
         return _RunRow(folder, changed(folder), "damaged")
 
@@ -117,7 +117,7 @@ def _narrow(rows: list[_RunRow], root: str) -> Group:
     """Return three lines for each run: its name, how it ended, and when."""
     lines = [Text(f"runs below {printable(root)}", "bold")]
     for row in rows:
-        name, status, steps, perplexity, recovered, written = row.cells(root)
-        figures = f", {steps} steps, ppl {perplexity}, GEMM FLOPs recovered {recovered}"
+        name, status, steps, perplexity, spent, written = row.cells(root)
+        figures = f", {steps} steps, ppl {perplexity}, GEMM FLOPs spent {spent}"
         lines += [name, Text.assemble("  ", status, figures), Text(f"  {written}", "dim")]
     return Group(*lines)

@@ -168,7 +168,7 @@ def _spend(comparison: Comparison, routed: Sequence[Arm]) -> Figure | None:
         details.append(f"{filesize.decimal(round(extra_bytes))} more saved for backward, {source}")
     if (sent := arm.mean("numbers_sent_frac")) is not None:
         details.append(f"sends {percent(sent)} of the numbers")
-    return Figure(f"{comparison.spend_of} recovered", percent(comparison.spend(arm)), "; ".join(details))
+    return Figure(f"{comparison.spend_of} spent", percent(comparison.spend(arm)), "; ".join(details))
 
 
 def _loss(comparison: Comparison) -> Figure | None:

@@ -29,8 +29,8 @@ _OPTIONAL = {
     "verdict (p)": "",
     "gap recovered": "Gap recovered: the share of the loss gap between the two bounds that the arm recovers.",
     "vs random (p)": "",
-    "GEMM FLOPs\nrecovered": "GEMM FLOPs recovered: the share of the GEMM FLOPs on the recovery path.",
-    "unit-steps\nrecovered": "unit-steps recovered: the share of the unit-steps on the recovery path.",
+    "GEMM FLOPs\nspent": "GEMM FLOPs spent: the share of the GEMM FLOPs on the recovery path.",
+    "unit-steps\nspent": "Unit-steps spent: the share of the unit-steps on the recovery path.",
     "extra time": "Extra time: the GEMM time that pins and recovery add to that of all GEMMs on the low recipe.",
     "spike score": "Spike score: the share of steps whose loss lies at least 7 standard deviations from the mean of "
     "the 1,000 before it.",

@@ -268,8 +268,8 @@ def recovery_figures(summary: dict[str, Any]) -> list[tuple[str, str | None]]:
     """
     over = summary.get("over_frac") or {}
     return [
-        ("unit-steps recovered", _or_none(summary.get("promotion_frac"), "{:.2%}")),
-        ("GEMM FLOPs recovered", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
+        ("unit-steps spent", _or_none(summary.get("promotion_frac"), "{:.2%}")),
+        ("GEMM FLOPs spent", _or_none(summary.get("spent_gemm_frac"), "{:.2%}")),
         ("numbers sent, of dense", _or_none(summary.get("numbers_sent_frac"), "{:.2%}")),
         ("steps at max_o", _or_none(summary.get("hit_max_o_frac"), "{:.2%}")),
         *((f"unit-steps over {name}'s threshold", _or_none(share, "{:.2%}")) for name, share in over.items()),
