@@ -61,9 +61,9 @@ def test_cells_that_are_done_are_skipped(gnmr, tiny_words, tmp_path, monkeypatch
     assert (first.code, first.err) == (0, "")
     told = [line for line in first.out.splitlines() if line.startswith("#")]
     for number, (line, folder) in enumerate(zip(told, cells(tmp_path).values(), strict=True)):
-        assert re.fullmatch(
-            rf"#{number} {folder.name}  ppl \d+\.\d\d  GEMM FLOPs spent \d+\.\d%  0:00:\d\d", line
-        ), line
+        assert re.fullmatch(rf"#{number} {folder.name}  ppl \d+\.\d\d  GEMM FLOPs spent \d+\.\d%  0:00:\d\d", line), (
+            line
+        )
         assert "step 2/2  loss" in (folder / "log.txt").read_text()
         assert read_json(folder / "header.json")["command"].split().count(f"training.seed={number}") == 1
     assert "down_proj" not in first.out, "details are in each cell's folder"
