@@ -64,8 +64,8 @@ class Transform(ABC):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state, whose tensors later steps replace and do not change."""
-        return dict(self.state)
+        """Return a copy of the state."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the state of a transform with the same options over the same parameters."""
