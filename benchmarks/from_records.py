@@ -8,8 +8,8 @@
             held-out tokens themselves). Every score fills the same knapsack.
 `predicted` KL that plans of SmolLM2 leave, against the sum of the prices that they leave.
 `loss`      loss increase minus KL, with all operators in low precision, ± standard error over sequences.
-`forks`     fraction of the loss gap that forks recover, mean over base checkpoints, on each of which a plan was made
-            once; ± half the width of the 95% interval over checkpoints. The gap is in nats.
+`forks`     fraction of the mean loss gap (nats) that forks recover, over base checkpoints, on each of which a plan was
+            made once; ± half the width of the 95% interval over checkpoints (`plans.fieller`).
 `english`   nats of loss, times 1,000, that forks of English models gain against those that keep nothing; the same ±.
             `price`, `any` and `GNMR` choose in each step, by price, at random and by GNMR.
 """
@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 from scipy import stats
 
 from gnmr.plan.knapsack import choose
+from plans import fieller
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SCORES = {
@@ -158,6 +160,12 @@ def gains(losses: Losses, arm: str, budget: float) -> np.ndarray:
     return np.array([losses["never", 0.0][order][0] - np.mean(drawn) for order, drawn in losses[arm, budget].items()])
 
 
+def share_and_half(saved: np.ndarray, gaps: np.ndarray) -> str:
+    """Return the ratio of the means of pairs, and half the width of its 95% interval by Fieller's theorem."""
+    ratio, low, high = fieller(pd.Series(saved), pd.Series(gaps))
+    return "-" if ratio is None or low is None or high is None else f"{ratio:.0%} ± {50 * (high - low):.0f}"
+
+
 def forks() -> Rows:
     yield ["forks", "gap", *ARMS]
     of_checkpoints: dict[str, list[Losses]] = {}
@@ -167,7 +175,7 @@ def forks() -> Rows:
     for label, checkpoints in of_checkpoints.items():
         gaps_C = np.array([gains(losses, "always", 0.0).mean() for losses in checkpoints])
         saved_AC = np.array([[gains(losses, arm, BUDGET).mean() for losses in checkpoints] for arm in ARMS])
-        shares = [mean_and_half(saved_C / gaps_C, 0.01, 0, "%") for saved_C in saved_AC]
+        shares = [share_and_half(saved_C, gaps_C) for saved_C in saved_AC]
         yield [f"{label} ({len(checkpoints)})", mean_and_half(gaps_C, 1.0, 4), *shares]
 
 

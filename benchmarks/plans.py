@@ -403,8 +403,10 @@ def fraction(saved: pd.Series, gaps: pd.Series) -> Fraction:
     """Return the fraction of the gap that is saved; both by checkpoint (`base`) and order.
 
     It is the mean over checkpoints of their fractions, with Student's interval; of a checkpoint alone it is `fieller`
-    over its orders. None if the gap of any checkpoint is within its noise.
+    over its orders, and of checkpoints with one order each `fieller` over them. None if a gap is within its noise.
     """
+    if len(saved) == saved.index.unique("base").size:
+        return fieller(saved, gaps)
     ratios = [fieller(own, gaps[own.index]) for _, own in saved.groupby("base")]
     values = [ratio for ratio, _, _ in ratios if ratio is not None]
     if len(values) < len(ratios) or len(values) == 1:
