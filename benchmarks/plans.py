@@ -384,7 +384,7 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
                     power = float(stats.t.ppf(0.975, len(more) - 1) + stats.t.ppf(0.8, len(more) - 1))
                     row["detectable"] = power * more.sem()
             rows.append({key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()})
-        tested = {row["arm"]: row for row in rows if (row["low"], row["budget"]) == (low, budget) and "p" in row}
+        tested = {str(row["arm"]): row for row in rows if (row["low"], row["budget"]) == (low, budget) and "p" in row}
         for arm, p in holm({arm: row["p"] for arm, row in tested.items()}).items():
             tested[arm]["p_adjusted"] = p
     return rows
