@@ -399,7 +399,8 @@ def report(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     ]
     pd.DataFrame(texts).to_parquet(file.with_suffix(".parquet"), index=False)
     picture = file.with_suffix(".svg")
-    output.write_text(picture, rival_table.figure(record["rows"], record["nothing"]), str(picture))
+    if any(row["arm"] in rival_table.DRAWN for row in record["rows"]):
+        output.write_text(picture, rival_table.figure(record["rows"], record["nothing"]), str(picture))
     print(pd.DataFrame(record["rows"]).round(4).to_string(), json.dumps(record["claims"], indent=1), sep="\n\n")
 
 
