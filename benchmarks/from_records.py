@@ -169,14 +169,13 @@ def share_and_half(saved: np.ndarray, gaps: np.ndarray) -> str:
 def forks() -> Rows:
     yield ["forks", "gap", *ARMS]
     of_checkpoints: dict[str, list[Losses]] = {}
-    for (low, base), losses in losses_of("plans-checkpoints.jsonl").items():
-        outliers = "with" if "outliers" in base else "without"
-        of_checkpoints.setdefault(f"{low}, {outliers} outliers", []).append(losses)
-    for label, checkpoints in of_checkpoints.items():
+    for (low, _), losses in losses_of("plans-checkpoints.jsonl").items():
+        of_checkpoints.setdefault(low, []).append(losses)
+    for low, checkpoints in of_checkpoints.items():
         gaps_C = np.array([gains(losses, "always", 0.0).mean() for losses in checkpoints])
         saved_AC = np.array([[gains(losses, arm, BUDGET).mean() for losses in checkpoints] for arm in ARMS])
         shares = [share_and_half(saved_C, gaps_C) for saved_C in saved_AC]
-        yield [f"{label} ({len(checkpoints)})", mean_and_half(gaps_C, 1.0, 4), *shares]
+        yield [f"{low}, {len(checkpoints)} checkpoints", mean_and_half(gaps_C, 1.0, 4), *shares]
 
 
 def english() -> Rows:
