@@ -64,7 +64,11 @@ class Transform(ABC):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the state."""
+        """Return a copy of the state.
+
+        A checkpoint is loaded into the tensors that this returns, and before the first step one tensor of zeros may be
+        the state under several names.
+        """
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
