@@ -123,8 +123,8 @@ def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words,
 @pytest.mark.parametrize("launcher", [[], JOBLIB], ids=["one by one", "joblib"])
 def test_a_mistake_in_one_cell_leaves_the_others(launcher, gnmr, tiny_words, tmp_path):
     ended = gnmr("train", *tiny_words, "controller.alpha=-1,1.5", SEEDS, *launcher, "-m")
-    assert ended.code == 2 and "Traceback" not in ended.err
-    assert ended.err.splitlines()[-1] == "gnmr: controller.alpha=-1.0: must be a positive number or null"
+    assert ended.code == 2
+    assert ended.err.splitlines() == ["gnmr: controller.alpha=-1.0: must be a positive number or null"]
     assert done(tmp_path) == [0, 1]
 
 

@@ -140,14 +140,16 @@ def _parallel(n_jobs: int = -1, **_: object) -> Callable[[Iterable[Call]], list[
         for _, (number, words, *_), _ in cells:
             names.append(" ".join([f"#{number}", *(word for word in words if word not in shared)]))
         results = run_side_by_side(cells, names, n_jobs)
-        _swept.extend(result._return_value for result in results if isinstance(result._return_value, Path))
+        returned = [result._return_value for result in results]
+        _swept.extend(value for value in returned if isinstance(value, Path))
+        _failures.extend(value for value in returned if isinstance(value, UserError | RunFailed))
         return results
 
     return run
 
 
 _failures: list[Exception] = []
-"""The exception of a run. Hydra would print all overrides with it, so it is not raised through Hydra."""
+"""The exceptions of a run or of cells. Hydra would print all overrides with them, so they are not raised through it."""
 
 
 _swept: list[Path] = []
@@ -162,10 +164,10 @@ def _print_swept() -> None:
         say("\n".join(next_lines(shown_command("report", folder))))
 
 
-def cell(composed: DictConfig) -> Path | None:
-    """Run one composed config, and return the folder of a sweep's cell that prints.
+def cell(composed: DictConfig) -> Path | Exception | None:
+    """Run one composed config, and return the folder of a sweep's cell that prints, or how the cell failed.
 
-    A failed cell of a sweep prints its own line and does not stop the others; Hydra raises its error after all cells.
+    A failed cell of a sweep prints its own line and does not stop the others.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -181,12 +183,12 @@ def cell(composed: DictConfig) -> Path | None:
         _swept.append(folder)
         return folder
     except Exception as error:
-        if not sweeping:
-            _failures.append(error)
-            return None
-        if isinstance(error, UserError | RunFailed):
+        if sweeping and not isinstance(error, UserError | RunFailed):
+            raise  # Hydra raises it again after all cells
+        if sweeping:
             say(f"#{job.num} failed: {error}")
-        raise
+        _failures.append(error)
+        return error
 
 
 def run_cell(composed: DictConfig) -> Path:
