@@ -48,7 +48,7 @@ t-test over the checkpoints, two-sided and Holm-adjusted over the arms of a low 
 (6) no arm saves more than the plan, p < 0.05, on either low path.
 
 They were written down again before forks of four English models of 1.2 M parameters (english.yaml, seeds 0 to 3,
-training.steps=1200), with one order each, +30%, and the same tests. There the gap of a low path must differ from 0 first.
+training.steps=1200), with one order each, +30%, and the same tests. There the gap of a low path must differ from 0.
 
 Every row is written when it is done, and rows that OUT.jsonl has already are not run again.
 
