@@ -181,14 +181,17 @@ def figure(rows: Sequence[Mapping[str, Any]], nothing: Mapping[str, float]) -> s
 def numbers(name: str, record: Path) -> dict[str, str]:
     """Return the texts of a record for `tables.py`, by NAME_LOW/ARM at BUDGET/WHAT and NAME/CLAIM/WHAT."""
     content = json.loads(record.read_text())
-    texts = {}
+    texts = {f"{name}_{low}/nothing": f"{kl:.3g}" for low, kl in content["nothing"].items()}
     for row in content["rows"]:
         arm = f"{name}_{row['low']}/{row['arm']} at {100 * row['budget']:.3g}%"
         texts[f"{arm}/kl"] = f"{row['kl']:.3g} ± {row['half_width']:.1g}"
+        texts[f"{arm}/left"] = f"{row['kl']:.2g}" if row["kl"] < 0.01 else f"{row['kl']:.3g}"
         texts[f"{arm}/removed"] = f"{row['removed']:.0%}"
         texts[f"{arm}/same top"] = f"{row['same_top']:.1%}"
         texts[f"{arm}/extra"] = f"+{row['extra']:.1%}"
         texts[f"{arm}/n"] = str(row["n"])
+        if "of_oracle" in row:
+            texts[f"{arm}/of oracle"] = f"{row['of_oracle']:.0%}"
         if "more" in row:
             texts[f"{arm}/more"] = f"{row['more']:+.2g} ± {row['more_half_width']:.1g}"
         if "p_plan_less" in row:

@@ -12,13 +12,15 @@ Names are FAMILY/ARM/WHAT or FAMILY/WHAT. The families of arms are defined in fa
 patterns STUDY/RUN of the table of runs, one for each cell (seeds of several cells are pooled); a list of patterns takes
 all arms of these runs by their recorded names. `low` and `high` are the bounds, and their contrast is the positive
 control. `contrasts` maps an arm, or `*`, to its control or controls; without it every arm is tested against `low`.
-Families below `rivals` come from records of rivals.py (`rival_table.numbers`); there ARM is `NAME at BUDGET`, and the
-low path is a part of their name, `NAME_LOW`.
+Families below `rivals` come from records of rivals.py (`rival_table.numbers`), and those below `plans` from tables of
+plans.py; there ARM is `NAME at BUDGET`, and the low path is a part of their name, `NAME_LOW`, after the base if the
+table is of each base.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -142,6 +144,22 @@ def numbers_of_family(name: str, cells: dict[str, list[list[Row]]], family: Fami
     return texts
 
 
+def numbers_of_plans(name: str, record: Path) -> dict[str, str]:
+    """Return the texts of a table of plans.py, by NAME_LOW/ARM at BUDGET/WHAT; p is adjusted, and against the plan."""
+    texts = {}
+    for row in json.loads(record.read_text())["rows"]:
+        family = "_".join([name, *([row["base"]] if "base" in row else []), row["low"]])
+        arm = f"{family}/{row['arm']} at {100 * row['budget']:.3g}%"
+        interval = (row["closed_low"], row["closed_high"])
+        share = None if row["closed"] is None else f"({interval_text(interval, whole_percent)})"
+        texts[f"{arm}/closed"] = whole_percent(row["closed"])
+        texts[f"{arm}/recovered"] = NOTHING if share is None else f"{whole_percent(row['closed'])} {share}"
+        texts[f"{arm}/p"] = _p(row.get("p_adjusted"))
+        texts[f"{family}/gap"] = f"{row['gap']:.2g}"
+        texts[f"{family}/checkpoints"] = str(row["checkpoints"])
+    return texts
+
+
 def _p(value: float | None) -> str:
     """Return a p-value with two decimals from 0.1 on, and 1 as 1."""
     return p_text(value) if value is None or value < 0.1 else "1" if value >= 0.995 else f"{value:.2f}"
@@ -188,6 +206,8 @@ def main() -> int:
     texts: dict[str, str] = {}
     for name, file in definitions["rivals"].items():
         texts |= rival_table.numbers(name, ROOT / file)
+    for name, file in definitions["plans"].items():
+        texts |= numbers_of_plans(name, ROOT / file)
     for name, definition in definitions["families"].items():
         cells = runs_by_arm(definition, table)
         texts |= numbers_of_family(name, cells, judged(definition, cells))

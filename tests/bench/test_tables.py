@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,47 @@ def test_marks_are_filled_in_text_and_columns():
 def test_the_pages_have_the_numbers_of_the_records(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     assert tables.main() == 0, capsys.readouterr().out
+
+
+def test_the_case_of_the_first_page_is_its_record():
+    results, page = tables.ROOT / "benchmarks" / "results", (tables.ROOT / "README.md").read_text()
+    fp8, nvfp4 = (json.loads((results / f"diagnosis-smollm2-{low}.json").read_text()) for low in ("fp8", "nvfp4"))
+    assert f"\n{fp8['command']}\n" in page
+    shown = re.search("```text\n(fp8_hybrid costs .*?)\n\n(.*?)```", page, re.DOTALL)
+    assert shown
+    for piece in shown[1].split("..."):
+        assert re.sub(r"[,; ]+$", "", " ".join(piece.split())) in fp8["verdict"]
+    left = [f"{choice['kl_left']:.3g}" for choice in fp8["choices"].values()]
+    assert len(left) == 7 and all(f" {nats} ±" in shown[2] for nats in left)
+    told = re.search(r"NVFP4 costs (\S+) nats.* keeps (\d+) .* and (\S+) ± (\S+) are left", page)
+    assert told and told[1] == f"{nvfp4['measured']['kl']:.3g}" and f"keeping {told[2]} of" in nvfp4["verdict"]
+    plan = nvfp4["choices"]["plan"]
+    assert (told[3], told[4]) == (f"{plan['kl_left']:.3g}", f"{plan['noise']:.2g}")
+
+
+def more_than_the_plan(name: str, low: str, arms: set[str], least: float = 0.0) -> tuple[str, str]:
+    """The smallest and the largest share that these arms leave more than the plan, from this budget on."""
+    rows = json.loads((tables.ROOT / "benchmarks" / "results" / f"rivals-{name}.json").read_text())["rows"]
+    plans = {row["budget"]: row["kl"] for row in rows if (row["low"], row["arm"]) == (low, "plan")}
+    shares = [
+        row["kl"] / plans[row["budget"]] - 1
+        for row in rows
+        if row["low"] == low and row["arm"] in arms and row["budget"] >= least
+    ]
+    return f"{min(shares):.0%}", f"{max(shares):.0%}"
+
+
+def test_the_ranges_of_the_first_page_are_their_records():
+    page = " ".join((tables.ROOT / "README.md").read_text().split())
+    arms = {"AutoQuantize, gradient", "PrismaQuant", "gradient norm"}
+    low, high = more_than_the_plan("smollm2", "fp8_hybrid", arms, 0.1)
+    assert f"leave {low} to {high} more in FP8, and" in page
+    low, high = more_than_the_plan("smollm2", "nvfp4", arms, 0.1)
+    assert f"between {low.removeprefix('-')} less and {high} more in NVFP4" in page
+    low, high = more_than_the_plan("whisper", "fp8_hybrid", {"AutoQuantize, gradient"})
+    assert f"leaves {low} to {high} more in FP8 and" in page
+    low, high = more_than_the_plan("whisper", "nvfp4", {"AutoQuantize, gradient"})
+    assert f"{low} to {high} more in NVFP4." in page
 
 
 @pytest.mark.slow
