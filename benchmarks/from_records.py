@@ -29,6 +29,7 @@ from scipy import stats
 
 from gnmr.plan.knapsack import choose
 from plans import fieller
+from rival_table import rank_interval
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SCORES = {
@@ -38,7 +39,6 @@ SCORES = {
     "MSE of input": "mse",
 }
 """Names of the scores here and in the records of `price.py`. The first is the price."""
-SAMPLES = 2000
 BUDGET = 0.3
 """Extra time of fprop that the plans of `oracle` and `forks` may take: three tenths of the operators' area in MXFP8."""
 ARMS = ("plan", "bf16", "by element", "gradient norm", "MSE", "random", "first and last", "last")
@@ -53,15 +53,6 @@ def record(name: str) -> Any:
     return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
 
 
-def interval_of_rank(score: np.ndarray, kl: np.ndarray) -> tuple[float, float]:
-    """Return the 95% interval of the rank correlation of two scores of the same operators, each (operators,)."""
-    drawn = np.random.default_rng(0).integers(0, len(kl), (SAMPLES, len(kl)))
-    ranks_of_score, ranks_of_kl = (stats.rankdata(values[drawn], axis=1) for values in (score, kl))
-    correlations = [np.corrcoef(*pair)[0, 1] for pair in zip(ranks_of_score, ranks_of_kl, strict=True)]
-    low, high = np.percentile(correlations, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def ranks() -> Rows:
     yield ["ranks", *SCORES]
     for name_of_model, model, file in (("0.9 M", "a", "price-kl-bases"), ("SmolLM2", "smollm2", "price-kl-smollm2")):
@@ -71,7 +62,7 @@ def ranks() -> Rows:
             kl, texts = np.array(cell["of_operators"]["kl"]), []
             for key in SCORES.values():
                 score = np.array(cell["of_operators"][key])
-                low, high = interval_of_rank(score, kl)
+                low, high = rank_interval(score, kl)
                 texts.append(f"{stats.spearmanr(score, kl)[0]:.2f} ({low:.2f}, {high:.2f})")
             yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts]
 

@@ -30,6 +30,10 @@ DIFFERENT_ERRORS = ("fp8_hybrid",)
 """Low paths on which the relative errors of operators differ: one scale for a whole tensor."""
 MARGIN, ALPHA, STRICT = 0.1, 0.05, 0.01
 """Tie: the 95% interval of the difference within this share of the KL. Levels of the other two claims."""
+SINGLE_KL = "KL alone"
+"""Nats per token of an operator alone in low precision."""
+SAMPLES = 2000
+"""Bootstrap samples of operators."""
 DRAWN = {
     "plan": "plan",
     "gradient norm": "by gradient norm",
@@ -126,6 +130,28 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
                 found |= {"p_plan_less": p_less[row.arm], "p_plan_more": p_more[row.arm]}
             rows.append({key: v.item() if isinstance(v, np.generic) else v for key, v in found.items()})
     return rows
+
+
+def ranks(of_operators: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return Spearman's correlation of every score with the KL of operators alone, and their number.
+
+    Each comes with its 95% interval: percentiles of `SAMPLES` bootstrap samples of operators.
+    """
+    kl = np.array(of_operators[SINGLE_KL])
+    scores = {name: np.array(of_operators[name]) for name in of_operators if name not in ("name", SINGLE_KL)}
+    of_scores = {
+        name: (float(stats.spearmanr(score, kl)[0]), *rank_interval(score, kl)) for name, score in scores.items()
+    }
+    return {"operators": len(kl), "of_scores": of_scores}
+
+
+def rank_interval(score: np.ndarray, kl: np.ndarray) -> tuple[float, float]:
+    """Return the 95% interval of the rank correlation of two scores of the same operators, each (operators,)."""
+    drawn = np.random.default_rng(0).integers(0, len(kl), (SAMPLES, len(kl)))
+    ranks_of_score, ranks_of_kl = (stats.rankdata(values[drawn], axis=1) for values in (score, kl))
+    correlations = [np.corrcoef(*pair)[0, 1] for pair in zip(ranks_of_score, ranks_of_kl, strict=True)]
+    low, high = np.percentile(correlations, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def claims(frame: pd.DataFrame, rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -27,7 +27,8 @@ one operator less than it. All scores read the same 16 sequences; the KL is meas
                             time, at which a plan and the price are measured as well
     random                  operators in ten random orders, to this recipe
     oracle                  our knapsack over the KL of every operator alone on the held-out sequences themselves: no
-                            sum of scores over operators can do better, but for their interaction
+                            sum of scores over operators can do better, but for their interaction. The record has the
+                            rank correlation of every score with these KLs
 """
 
 from __future__ import annotations
@@ -166,6 +167,13 @@ class LowPath:
     def oracle(self) -> Prices:
         self.state.mkdir(parents=True, exist_ok=True)
         return self._diagnosis(self.measured.held_out, measure="all", state=self.state).prices
+
+    def of_operators(self) -> dict[str, list[Any]]:
+        """Return the operators' names, their KL alone on the held-out sequences, and their scores of the others."""
+        prices = {rival_table.SINGLE_KL: self.oracle, "price": self.diagnosis.prices, **self.scores}
+        items = [*self.times]
+        values = {score: [of_score[item][self.low] for item in items] for score, of_score in prices.items()}
+        return {"name": [name for name, _ in items], **values}
 
     @cached_property
     def _libraries(self) -> dict[str, rival_scores.AutoQuantize]:
@@ -366,6 +374,8 @@ def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
                 rows.append({"kind": "kl", "low": low, "key": plan["key"], **kls})
                 what += f", {sum(kls['kls']) / len(kls['kls']):.4g} nats"
             print(what, flush=True)
+        if "oracle" in asked.arms and (low,) not in rows.of("operators", "low"):
+            rows.append({"kind": "operators", "low": low, "of_operators": path.of_operators()})
     rows.append({"kind": "complete", "arms": asked.arms})
 
 
@@ -379,7 +389,9 @@ def record_of(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], pd.Dat
         raise ValueError("the run is incomplete; the same command as before continues it")
     table = rival_table.table(kls)
     nothing = {row.low: float(row.kls.mean()) for row in kls[kls.arm == rival_table.NOTHING].itertuples()}
-    return {"nothing": nothing, "claims": rival_table.claims(kls, table), "rows": table}, kls
+    record = {"nothing": nothing, "claims": rival_table.claims(kls, table), "rows": table}
+    ranks = {row["low"]: rival_table.ranks(row["of_operators"]) for row in rows if row["kind"] == "operators"}
+    return record | ({"ranks": ranks} if ranks else {}), kls
 
 
 def report(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -409,8 +421,9 @@ def differing(record: Path) -> list[str]:
     frame = pd.read_parquet(record.with_name(f"{record.name}.parquet"))
     rows = [{key: value for key, value in row.items() if value is not None} for row in frame.to_dict("records")]
     for row in rows:
-        if row["kind"] == "plan":
-            row["pins"] = json.loads(row["pins"])
+        for key in ("pins", "of_operators"):
+            if isinstance(row.get(key), str):
+                row[key] = json.loads(row[key])
     recorded = json.loads(record.with_name(f"{record.name}.json").read_text())
     recomputed = json.loads(json.dumps(record_of(rows)[0]))
     return rival_table.apart({key: recorded[key] for key in recomputed}, recomputed)

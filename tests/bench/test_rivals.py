@@ -197,6 +197,10 @@ def test_a_run_goes_on_where_it_was_killed(
     kl = {(row["low"], row["arm"], row["budget"]): row["kl"] for row in record["rows"]}
     for low, nothing in record["nothing"].items():
         assert 0 < kl[low, "oracle", 0.3] < kl[low, "random", 0.3] < nothing
+        ranks = record["ranks"][low]
+        assert ranks["operators"] == 14 and {"price", *rival_scores.SCORES} == {*ranks["of_scores"]}
+        value, least, most = ranks["of_scores"]["price"]
+        assert 0 < least < value < most <= 1
     picture = ElementTree.fromstring((tmp_path / "rivals-a.svg").read_text())
     assert len(picture) == 2
     record["rows"][0]["kl"] *= 1.001
