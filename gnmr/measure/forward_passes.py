@@ -21,6 +21,9 @@ from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.model_output import Output, output_of
 from gnmr.names import Pins
 from gnmr.options import require
+from gnmr.records.append import JsonLines
+from gnmr.records.disk import truncate
+from gnmr.records.reader import iter_sound
 
 Progress = Callable[[int, int | None], None]
 """Called with the numbers of finished and of all forward passes (None: unknown)."""
@@ -233,6 +236,7 @@ class ForwardPasses:
         before: int = 0,
         state: Path | None = None,
         around_exact: Callable[[], AbstractContextManager[None]] = nullcontext,
+        done: Collection[tuple[int, str]] = (),
     ) -> Iterator[tuple[int, str | None, Output]]:
         """Yield (batch number, variant, output) batch by batch, on the recovery path (None) and then each variant.
 
@@ -240,8 +244,9 @@ class ForwardPasses:
             batches: the batches.
             variants: by name, the operators that are low, and their pins.
             before: number of batches that were run before these.
-            state: a file for the state of a long measurement, see `BlockByBlock.outputs`.
+            state: a file for the state of a long measurement block by block, see `BlockByBlock.outputs`.
             around_exact: returns a context for the passes with every operator on the recovery path.
+            done: batches and variants that need no pass of the whole model.
         """
         if self.blocks is not None:
             for number, name, result in self.blocks.outputs(
@@ -254,6 +259,9 @@ class ForwardPasses:
                 reference = self.reference(batch, before + number)
             yield number, None, reference
             for name, variant in variants.items():
+                if (number, name) in done:
+                    self.advance(1)
+                    continue
                 with self.pinned(variant.pins):
                     yield number, name, self.forward(batch, before + number, low=variant.low)
 
@@ -283,7 +291,8 @@ class ForwardPasses:
 
         Args:
             batches: the batches.
-            state: a file for the state of the measurement, which goes on from there.
+            state: a file for the state of the measurement, which goes on from there. Beside it, passes of the whole
+                model have a .jsonl file of what they measured.
 
         Returns:
             The costs of each batch, and {operator: KLs (S, 2) by batch} on the low recipe.
@@ -301,27 +310,23 @@ class ForwardPasses:
             f"{rescue} {name}": Variant([name], {name: {"fprop": rescue}}) for rescue in rescues for name in names
         }
         counting = Counting(self.model, self.converted.operators)
-        kls: dict[str, list[np.ndarray]] = {name: [] for name in variants}
+        results = MeasuredRows(None if state is None or self.blocks is not None else state.with_suffix(".jsonl"))
+        measured, last_variant = results.measured, [*variants][-1]
         high: list[Output] = []
-        low: list[float] = []
-        last_variant = [*variants][-1]
         self.expect(self.passes_of(len(batches), variants) + len(batches))
-        for number, variant, output in self.outputs(batches, variants, state=state):
+        for number, variant, output in self.outputs(batches, variants, state=state, done={*measured}):
             if variant is None:
                 where = f"run of batch {number + 1}"
                 _refuse_without_kl(output, where)
                 output.refuse_not_finite(where, self.model)
                 high.append(output)
-                continue
-            output_high = high[number]
-            # The reference of a batch comes before its variants, so that one pair of logits is held at a time.
-            kl = output_high.kl_to(output)
-            assert kl is not None
-            kls[variant].append(kl)
-            if variant == "all":
-                low.append(output.loss_value)
-            if variant == last_variant:
-                high[number] = replace(output_high, logits=None, targets=None)  # another batch comes
+            else:
+                kl = high[number].kl_to(output)
+                assert kl is not None
+                results.write_row(number, variant, kl, output.loss_value)
+            if (number, last_variant) in measured:  # another batch comes, and one pair of logits is held at a time
+                high[number] = replace(high[number], logits=None, targets=None)
+        kls = {variant: [measured[number, variant][0] for number in range(len(high))] for variant in variants}
         # In passes of their own, because a measurement that goes on does not see the blocks before.
         for _ in self.outputs(batches, {}, around_exact=counting.all):
             pass
@@ -340,7 +345,7 @@ class ForwardPasses:
                 BatchCosts(
                     terms=output.terms,
                     high=output.loss_value,
-                    low=low[number],
+                    low=measured[number, "all"][1],
                     kl=kls["all"][number],
                     numbers={"fprop": np.array([nats[f" {name}"] for name in names])},
                     rescued={"measured": rescued.reshape(len(self.rescues), len(names))},
@@ -352,6 +357,41 @@ class ForwardPasses:
                 )
             )
         return costs, {name: kls[f" {name}"] for name in names}
+
+
+class MeasuredRows:
+    """What passes of the whole model measured, by batch and variant, in a file that a later measurement goes on from.
+
+    A long measurement is worth more than its file, so it goes on without one if the disk is full.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        """Read the rows that are there, without a line that was cut off or is damaged and what follows it."""
+        self.measured: dict[tuple[int, str], tuple[np.ndarray, float]] = {}
+        """By (number of the batch, variant): (KL, tokens that count) of each sequence, (S, 2), and the loss."""
+        self._file: JsonLines | None = None
+        if file is None:
+            return
+        end = 0
+        for row, end in iter_sound(file):  # noqa: B007
+            self.measured[row["batch"], row["variant"]] = np.array(row["kl"], dtype=float), row["loss"]
+        if file.exists():
+            truncate(file, end)
+        self._file = JsonLines(file, ("step", "batch", "variant", "kl", "loss"))
+
+    def write_row(self, batch: int, variant: str, kl: np.ndarray, loss: float) -> None:
+        """Add a row to `measured`, and write it to the file at once."""
+        row = {"step": len(self.measured), "batch": batch, "variant": variant, "kl": kl.tolist(), "loss": loss}
+        self.measured[batch, variant] = kl, loss
+        if self._file is None:
+            return
+        try:
+            self._file.write([row])
+        except OSError as error:
+            warn(
+                f"{self._file.path}: cannot be written ({error}); what is measured from here on is lost if interrupted"
+            )
+            self._file = None
 
 
 def _has_kl(output: Output) -> bool:

@@ -145,30 +145,61 @@ def test_a_measurement_that_was_interrupted_goes_on(
         assert len(steps) < from_disk[1], "blocks that were done are not run again"
 
 
+class Residual(nn.Module):
+    """Hidden states change between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(300, 32)
+        self.blocks = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.head = nn.Linear(32, 300)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+WHOLE = {"recipe": "mxfp4", "targets": ["blocks.*"]}
+
+
 def test_a_model_that_cannot_be_followed_is_measured_by_whole_passes() -> None:
-    class Residual(nn.Module):
-        """Hidden states change between the blocks."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embed = nn.Embedding(300, 32)
-            self.blocks = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
-            self.head = nn.Linear(32, 300)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            hidden = self.embed(tokens)
-            for block in self.blocks:
-                hidden = hidden + block(hidden)
-            return self.head(hidden)
-
-    model = Residual()
-    batches, options = [token_ids(1), token_ids(2)], {"recipe": "mxfp4", "targets": ["blocks.*"]}
+    model, batches = Residual(), [token_ids(1), token_ids(2)]
     with pytest.warns(UserWarning, match="Residual cannot be run block by block: the model changes hidden states"):
-        measured = gnmr.diagnose(model, model, batches, measure="all", **options)
-    estimated = gnmr.diagnose(model, model, batches, confirm=10, **options)
+        measured = gnmr.diagnose(model, model, batches, measure="all", **WHOLE)
+    estimated = gnmr.diagnose(model, model, batches, confirm=10, **WHOLE)
     singles = {row.operator: row.measured for row in estimated.rows if row.gemm == "fprop"}
     assert {row.operator: row.measured for row in measured.rows} == singles and len(singles) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Residual cannot be run block by block")
+@pytest.mark.parametrize("damage", [b"", b'{"step": 9, "ba', b"no row\n"], ids=["whole", "cut off", "damaged"])
+def test_whole_passes_that_were_interrupted_go_on(damage: bytes, tmp_path: Path) -> None:
+    model, batches, calls = Residual(), [token_ids(1), token_ids(2)], []
+
+    def run(tokens: Tensor) -> Tensor:
+        calls.append(tokens)
+        if len(calls) == stops_at:
+            raise KeyboardInterrupt
+        return model(tokens)
+
+    stops_at, total = 0, 0
+    uninterrupted = gnmr.diagnose(model, run, batches, measure="all", **WHOLE)
+    total = len(calls)
+    stops_at = total // 2
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        gnmr.diagnose(model, run, batches, measure="all", state=tmp_path, **WHOLE)
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = file.read_bytes().count(b"\n")
+    file.write_bytes(file.read_bytes() + damage)
+    calls.clear()
+    stops_at = 0
+    again = gnmr.diagnose(model, run, batches, measure="all", state=tmp_path, **WHOLE)
+    assert numbers(again) == numbers(uninterrupted)
+    assert rows >= 4 and len(calls) == total - rows, "what was measured is not run again"
 
 
 def test_a_linear_in_two_blocks_is_measured_in_both() -> None:
