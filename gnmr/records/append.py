@@ -74,7 +74,14 @@ class JsonLines(AppendFile):
         self._all_fields = self._fields | dict.fromkeys(further)
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows, their keys in the order of `fields`. A missing or unknown key is a bug in gnmr."""
+        """Append rows, their keys in the order of `fields`. A missing or unknown key is a bug in gnmr.
+
+        Args:
+            rows: the rows, each of which is a line of the file.
+
+        Raises:
+            OSError: they cannot be written.
+        """
         lines = []
         for row in rows:
             fields = self._fields if len(row) == len(self._fields) else self._all_fields

@@ -74,7 +74,15 @@ def replacing(path: Path, beside: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def truncate(path: Path, size: int) -> None:
-    """Truncate a file. Raises OSError for a link."""
+    """Truncate a file.
+
+    Args:
+        path: the file.
+        size: the bytes that are left.
+
+    Raises:
+        OSError: it is a link, or cannot be written.
+    """
     with open(path, "r+b", opener=no_link) as file:
         file.truncate(size)
 
