@@ -44,6 +44,9 @@ BUDGET = 0.3
 ARMS = ("plan", "bf16", "by element", "gradient norm", "MSE", "random", "first and last", "last")
 """Arms of `forks`."""
 
+SQUARED = {"gradient norm": "gradient norm squared"}
+"""Scores whose squares fill a knapsack; ranks are the same."""
+
 Rows = Iterator[list[str]]
 
 
@@ -68,7 +71,7 @@ def ranks() -> Rows:
 
 
 def oracle() -> Rows:
-    yield ["oracle", *SCORES]
+    yield ["oracle", *(SQUARED.get(score, score) for score in SCORES)]
     cells = {(cell["model"], cell["low"]): cell["of_operators"] for cell in record("price-kl-bases.json")["cells"]}
     for low in ("nvfp4", "mxfp4", "sim_e2m1"):
         shares = [saved_shares(cells[model, low], cells[model, "mxfp8"], low) for model in ("a", "b")]
@@ -158,7 +161,7 @@ def share_and_half(saved: np.ndarray, gaps: np.ndarray) -> str:
 
 
 def forks() -> Rows:
-    yield ["forks", "gap", *ARMS]
+    yield ["forks", "gap", *(SQUARED.get(arm, arm) for arm in ARMS)]
     of_checkpoints: dict[str, list[Losses]] = {}
     for (low, _), losses in losses_of("plans-checkpoints.jsonl").items():
         of_checkpoints.setdefault(low, []).append(losses)

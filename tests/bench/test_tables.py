@@ -107,13 +107,12 @@ def test_the_ranges_of_the_first_page_are_their_records():
     page = " ".join((tables.ROOT / "README.md").read_text().split())
     arms = {"AutoQuantize, gradient", "PrismaQuant", "gradient norm"}
     low, high = more_than_the_plan("smollm2", "fp8_hybrid", arms, 0.1)
-    assert f"leave {low} to {high} more in FP8, and" in page
+    assert f"leave {low} to {high} more in FP8 (p < 0.01 in four of nine cases), and" in page
     low, high = more_than_the_plan("smollm2", "nvfp4", arms, 0.1)
     assert f"between {low.removeprefix('-')} less and {high} more in NVFP4" in page
-    low, high = more_than_the_plan("whisper", "fp8_hybrid", {"AutoQuantize, gradient"})
-    assert f"leaves {low} to {high} more in FP8 and" in page
-    low, high = more_than_the_plan("whisper", "nvfp4", {"AutoQuantize, gradient"})
-    assert f"{low} to {high} more in NVFP4." in page
+    fp8, _ = more_than_the_plan("whisper", "fp8_hybrid", {"AutoQuantize, gradient"}, 0.3)
+    nvfp4, _ = more_than_the_plan("whisper", "nvfp4", {"AutoQuantize, gradient"}, 0.3)
+    assert f"leaves {fp8} more in FP8 and {nvfp4} more in NVFP4 at +30%" in page
 
 
 @pytest.mark.slow
