@@ -169,11 +169,15 @@ class LowPath:
         return self._diagnosis(self.measured.held_out, measure="all", state=self.state).prices
 
     def of_operators(self) -> dict[str, list[Any]]:
-        """Return the operators' names, their KL alone on the held-out sequences, and their scores of the others."""
+        """Return the operators' names, their KL alone on the held-out sequences, and their scores of the others.
+
+        `estimate` is the price without measured KLs, which `price` has for the highest operators.
+        """
         prices = {rival_table.SINGLE_KL: self.oracle, "price": self.diagnosis.prices, **self.scores}
-        items = [*self.times]
-        values = {score: [of_score[item][self.low] for item in items] for score, of_score in prices.items()}
-        return {"name": [name for name, _ in items], **values}
+        items, rows = [*self.times], {(row.operator, row.gemm): row for row in self.diagnosis.rows}
+        values: dict[str, list[Any]] = {"name": [name for name, _ in items]}
+        values |= {score: [of_score[item][self.low] for item in items] for score, of_score in prices.items()}
+        return values | {"estimate": [rows[item].by_sequence for item in items]}
 
     @cached_property
     def _libraries(self) -> dict[str, rival_scores.AutoQuantize]:

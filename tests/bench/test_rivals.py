@@ -198,7 +198,7 @@ def test_a_run_goes_on_where_it_was_killed(
     for low, nothing in record["nothing"].items():
         assert 0 < kl[low, "oracle", 0.3] < kl[low, "random", 0.3] < nothing
         ranks = record["ranks"][low]
-        assert ranks["operators"] == 14 and {"price", *rival_scores.SCORES} == {*ranks["of_scores"]}
+        assert ranks["operators"] == 14 and {"price", "estimate", *rival_scores.SCORES} == {*ranks["of_scores"]}
         value, least, most = ranks["of_scores"]["price"]
         assert 0 < least < value < most <= 1
     picture = ElementTree.fromstring((tmp_path / "rivals-a.svg").read_text())
