@@ -162,14 +162,17 @@ def share_and_half(saved: np.ndarray, gaps: np.ndarray) -> str:
 
 def forks() -> Rows:
     yield ["forks", "gap", *(SQUARED.get(arm, arm) for arm in ARMS)]
-    of_checkpoints: dict[str, list[Losses]] = {}
-    for (low, _), losses in losses_of("plans-checkpoints.jsonl").items():
-        of_checkpoints.setdefault(low, []).append(losses)
-    for low, checkpoints in of_checkpoints.items():
-        gaps_C = np.array([gains(losses, "always", 0.0).mean() for losses in checkpoints])
-        saved_AC = np.array([[gains(losses, arm, BUDGET).mean() for losses in checkpoints] for arm in ARMS])
-        shares = [share_and_half(saved_C, gaps_C) for saved_C in saved_AC]
-        yield [f"{low}, {len(checkpoints)} checkpoints", mean_and_half(gaps_C, 1.0, 4), *shares]
+    for file, kind in (("plans-checkpoints", "checkpoints"), ("plans-english-checkpoints", "on English")):
+        of_checkpoints: dict[str, list[Losses]] = {}
+        for (low, _), losses in losses_of(f"{file}.jsonl").items():
+            of_checkpoints.setdefault(low, []).append(losses)
+        for low, checkpoints in of_checkpoints.items():
+            gaps_C = np.array([gains(losses, "always", 0.0).mean() for losses in checkpoints])
+            shares = ["-"] * len(ARMS)
+            if all((arm, BUDGET) in losses for losses in checkpoints for arm in ARMS):
+                saved_AC = np.array([[gains(losses, arm, BUDGET).mean() for losses in checkpoints] for arm in ARMS])
+                shares = [share_and_half(saved_C, gaps_C) for saved_C in saved_AC]
+            yield [f"{low}, {len(checkpoints)} {kind}", mean_and_half(gaps_C, 1.0, 4), *shares]
 
 
 def english() -> Rows:
