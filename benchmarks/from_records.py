@@ -3,7 +3,7 @@
     python benchmarks/from_records.py
 
 `ranks`     Spearman correlation of each score with the KL of single operators, and its 95% interval: percentiles of
-            2,000 bootstrap samples of operators. SmolLM2's operators include the highest by each estimate.
+            2,000 bootstrap samples of operators. Of SmolLM2 in E2M1 they include the highest by each estimate.
 `oracle`    nats that a plan to MXFP8 saves, over what the best plan saves (sum of single KLs, measured on the
             held-out tokens themselves). Every score fills the same knapsack.
 `predicted` KL that plans of SmolLM2 leave, against the sum of the prices that they leave.
@@ -39,6 +39,8 @@ SCORES = {
     "MSE of input": "mse",
 }
 """Names of the scores here and in the records of `price.py`. The first is the price."""
+RIVAL_SCORES = ("estimate", "by element", "gradient norm", "MSE of the input")
+"""The same in the records of `rivals.py`."""
 BUDGET = 0.3
 """Extra time of fprop that the plans of `oracle` and `forks` may take: three tenths of the operators' area in MXFP8."""
 ARMS = ("plan", "bf16", "by element", "gradient norm", "MSE", "random", "first and last", "last")
@@ -60,14 +62,23 @@ def ranks() -> Rows:
     yield ["ranks", *SCORES]
     for name_of_model, model, file in (("0.9 M", "a", "price-kl-bases"), ("SmolLM2", "smollm2", "price-kl-smollm2")):
         for cell in record(f"{file}.json")["cells"]:
-            if cell["model"] != model or cell["low"] not in ("nvfp4", "fp8_hybrid", "sim_e2m1"):
+            of_all = model == "smollm2" and cell["low"] in ("nvfp4", "fp8_hybrid")  # below, of all operators
+            if cell["model"] != model or of_all or cell["low"] not in ("nvfp4", "fp8_hybrid", "sim_e2m1"):
                 continue
             kl, texts = np.array(cell["of_operators"]["kl"]), []
             for key in SCORES.values():
                 score = np.array(cell["of_operators"][key])
-                low, high = rank_interval(score, kl)
-                texts.append(f"{stats.spearmanr(score, kl)[0]:.2f} ({low:.2f}, {high:.2f})")
+                texts.append(rank_text(float(stats.spearmanr(score, kl)[0]), *rank_interval(score, kl)))
             yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts]
+    for name_of_model, file in (("SmolLM2", "rivals-smollm2"), ("Whisper", "rivals-whisper")):
+        for low, of_low in record(f"{file}.json").get("ranks", {}).items():
+            texts = [rank_text(*of_low["of_scores"][score]) for score in RIVAL_SCORES]
+            yield [f"{name_of_model}, {low}, all {of_low['operators']}", *texts]
+
+
+def rank_text(value: float, low: float, high: float) -> str:
+    """Return a correlation with the ends of its interval."""
+    return f"{value:.2f} ({low:.2f}, {high:.2f})"
 
 
 def oracle() -> Rows:
@@ -176,7 +187,7 @@ def forks() -> Rows:
 
 
 def english() -> Rows:
-    arms = ("plan", "price", "bf16", "MSE", "any", "last", "GNMR")
+    arms = ("plan", "price", "any", "GNMR")
     names = {"english_1m": "1.2 M", "english_10m": "10 M", "smollm2": "SmolLM2"}
     yield ["english", "gap", *arms]
     for (low, base), losses in sorted(losses_of("plans-english.jsonl").items()):

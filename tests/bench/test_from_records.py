@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import from_records
+import rival_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "evidence.md"
 
@@ -22,8 +23,8 @@ def test_the_page_has_the_figures_of_the_records(capsys: pytest.CaptureFixture[s
 
 def test_the_interval_of_a_rank_by_hand() -> None:
     ascending = np.arange(20.0)
-    assert from_records.interval_of_rank(ascending, ascending**3) == pytest.approx((1, 1))  # ranks alone count
-    low, high = from_records.interval_of_rank(ascending, np.random.default_rng(1).permutation(20.0 * ascending))
+    assert rival_table.rank_interval(ascending, ascending**3) == pytest.approx((1, 1))  # ranks alone count
+    low, high = rival_table.rank_interval(ascending, np.random.default_rng(1).permutation(20.0 * ascending))
     assert -1 < low < 0.3 and low < high < 1
 
 

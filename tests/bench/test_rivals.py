@@ -329,8 +329,9 @@ def test_holm() -> None:
 def test_numbers_for_the_pages(tmp_path: Path) -> None:
     frame, _ = rival_table.kls_of(rows_of(KLS))
     table = rival_table.table(frame)
-    content = {"rows": table, "claims": rival_table.claims(frame, table)}
+    content = {"nothing": {"nvfp4": 12.345}, "rows": table, "claims": rival_table.claims(frame, table)}
     (tmp_path / "a.json").write_text(json.dumps(content))
     texts = rival_table.numbers("a", tmp_path / "a.json")
     assert texts["a_nvfp4/last at 10%/kl"] == "6 ± 1" and texts["a_nvfp4/last at 10%/more"] == "+3.5 ± 0.6"
+    assert texts["a_nvfp4/nothing"] == "12.3" and texts["a_nvfp4/plan at 10%/of oracle"] == "89%"
     assert texts["a/no more/held"] == texts["a/no more/tests"] == "3"
