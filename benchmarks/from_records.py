@@ -3,7 +3,7 @@
     python benchmarks/from_records.py
 
 `ranks`     Spearman correlation of each score with the KL of single operators, and its 95% interval: percentiles of
-            2,000 bootstrap samples of operators. Of SmolLM2 in E2M1 they include the highest by each estimate.
+            2,000 bootstrap samples of operators. 24 and 48 operators include the highest by each estimate.
 `oracle`    nats that a plan to MXFP8 saves, over what the best plan saves (sum of single KLs, measured on the
             held-out tokens themselves). Every score fills the same knapsack.
 `predicted` KL that plans of SmolLM2 leave, against the sum of the prices that they leave.
@@ -62,7 +62,7 @@ def ranks() -> Rows:
     yield ["ranks", *SCORES]
     for name_of_model, model, file in (("0.9 M", "a", "price-kl-bases"), ("SmolLM2", "smollm2", "price-kl-smollm2")):
         for cell in record(f"{file}.json")["cells"]:
-            of_all = model == "smollm2" and cell["low"] in ("nvfp4", "fp8_hybrid")  # below, of all operators
+            of_all = model == "smollm2" and cell["low"] in record("rivals-smollm2.json")["ranks"]  # below
             if cell["model"] != model or of_all or cell["low"] not in ("nvfp4", "fp8_hybrid", "sim_e2m1"):
                 continue
             kl, texts = np.array(cell["of_operators"]["kl"]), []
@@ -71,7 +71,7 @@ def ranks() -> Rows:
                 texts.append(rank_text(float(stats.spearmanr(score, kl)[0]), *rank_interval(score, kl)))
             yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts]
     for name_of_model, file in (("SmolLM2", "rivals-smollm2"), ("Whisper", "rivals-whisper")):
-        for low, of_low in record(f"{file}.json").get("ranks", {}).items():
+        for low, of_low in record(f"{file}.json")["ranks"].items():
             texts = [rank_text(*of_low["of_scores"][score]) for score in RIVAL_SCORES]
             yield [f"{name_of_model}, {low}, all {of_low['operators']}", *texts]
 
