@@ -29,7 +29,7 @@ from scipy import stats
 
 from gnmr.plan.knapsack import choose
 from plans import fieller
-from rival_table import rank_interval
+from rival_table import rank_correlation
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SCORES = {
@@ -60,18 +60,19 @@ def record(name: str) -> Any:
 
 def ranks() -> Rows:
     yield ["ranks", *SCORES]
+    of_all = {"SmolLM2": record("rivals-smollm2.json")["ranks"], "Whisper": record("rivals-whisper.json")["ranks"]}
     for name_of_model, model, file in (("0.9 M", "a", "price-kl-bases"), ("SmolLM2", "smollm2", "price-kl-smollm2")):
         for cell in record(f"{file}.json")["cells"]:
-            of_all = model == "smollm2" and cell["low"] in record("rivals-smollm2.json")["ranks"]  # below
-            if cell["model"] != model or of_all or cell["low"] not in ("nvfp4", "fp8_hybrid", "sim_e2m1"):
+            if cell["model"] != model or cell["low"] not in ("nvfp4", "fp8_hybrid", "sim_e2m1"):
                 continue
-            kl, texts = np.array(cell["of_operators"]["kl"]), []
-            for key in SCORES.values():
-                score = np.array(cell["of_operators"][key])
-                texts.append(rank_text(float(stats.spearmanr(score, kl)[0]), *rank_interval(score, kl)))
+            if cell["low"] in of_all.get(name_of_model, ()):  # all operators are better than some
+                continue
+            kl = np.array(cell["of_operators"]["kl"])
+            scores = [np.array(cell["of_operators"][key]) for key in SCORES.values()]
+            texts = [rank_text(*rank_correlation(score, kl)) for score in scores]
             yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts]
-    for name_of_model, file in (("SmolLM2", "rivals-smollm2"), ("Whisper", "rivals-whisper")):
-        for low, of_low in record(f"{file}.json")["ranks"].items():
+    for name_of_model, of_lows in of_all.items():
+        for low, of_low in of_lows.items():
             texts = [rank_text(*of_low["of_scores"][score]) for score in RIVAL_SCORES]
             yield [f"{name_of_model}, {low}, all {of_low['operators']}", *texts]
 

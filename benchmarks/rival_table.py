@@ -139,10 +139,13 @@ def ranks(of_operators: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """
     kl = np.array(of_operators[SINGLE_KL])
     scores = {name: np.array(of_operators[name]) for name in of_operators if name not in ("name", SINGLE_KL)}
-    of_scores = {
-        name: (float(stats.spearmanr(score, kl)[0]), *rank_interval(score, kl)) for name, score in scores.items()
-    }
+    of_scores = {name: rank_correlation(score, kl) for name, score in scores.items()}
     return {"operators": len(kl), "of_scores": of_scores}
+
+
+def rank_correlation(score: np.ndarray, kl: np.ndarray) -> tuple[float, float, float]:
+    """Return Spearman's correlation of two scores of the same operators, each (operators,), and its `rank_interval`."""
+    return float(stats.spearmanr(score, kl)[0]), *rank_interval(score, kl)
 
 
 def rank_interval(score: np.ndarray, kl: np.ndarray) -> tuple[float, float]:

@@ -146,15 +146,14 @@ def numbers_of_family(name: str, cells: dict[str, list[list[Row]]], family: Fami
 
 def numbers_of_plans(name: str, record: Path) -> dict[str, str]:
     """Return the texts of a table of plans.py, by NAME_LOW/ARM at BUDGET/WHAT; p is adjusted, and against the plan."""
-    texts = {}
+    texts: dict[str, str] = {}
     for row in json.loads(record.read_text())["rows"]:
         family = "_".join([name, *([row["base"]] if "base" in row else []), row["low"]])
         arm = f"{family}/{row['arm']} at {100 * row['budget']:.3g}%"
         interval = (row["closed_low"], row["closed_high"])
-        share = None if row["closed"] is None else f"({interval_text(interval, whole_percent)})"
-        texts[f"{arm}/closed"] = whole_percent(row["closed"])
-        texts[f"{arm}/recovered"] = NOTHING if share is None else f"{whole_percent(row['closed'])} {share}"
-        texts[f"{arm}/p"] = _p(row.get("p_adjusted"))
+        share = None if row["closed"] is None else Share(row["closed"], interval)
+        of_arm_texts = {"p": _p(row.get("p_adjusted")), **_share_texts(share)}
+        texts |= {f"{arm}/{what}": text for what, text in of_arm_texts.items()}
         texts[f"{family}/gap"] = f"{row['gap']:.2g}"
         texts[f"{family}/checkpoints"] = str(row["checkpoints"])
     return texts
