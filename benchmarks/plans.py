@@ -151,14 +151,15 @@ def pins_of(cell: Cell, found: Diagnosis) -> Choice:
     given = found.prices, found.costs, cell.low
     # A norm squared estimates the Fisher information, to which the KL is proportional if all relative errors are equal.
     powers = {"by element": ("elements", 1), "gradient norm": ("gradient norm", 2)}
-    if cell.arm in (*powers, "price, estimated"):
-        if cell.arm in powers:
-            name, power = powers[cell.arm]
-            nats = {operator: {cell.low: score**power, "mxfp8": 0.0} for operator, score in found.scores[name].items()}
-        else:
-            rows = [row for row in found.rows if row.gemm == "fprop"]
-            nats = {row.operator: {cell.low: row.by_sequence or 0.0, "mxfp8": row.rescued["mxfp8"]} for row in rows}
-        values = {(operator, "fprop"): of_recipes for operator, of_recipes in nats.items()}
+    values = None
+    if cell.arm in powers:
+        name, power = powers[cell.arm]
+        values = {(o, "fprop"): {cell.low: score**power, "mxfp8": 0.0} for o, score in found.scores[name].items()}
+    elif cell.arm == "price, estimated":
+        rows = [row for row in found.rows if row.gemm == "fprop"]
+        estimates = {row.operator: {cell.low: row.by_sequence or 0.0, "mxfp8": row.rescued["mxfp8"]} for row in rows}
+        values = {(operator, "fprop"): of_recipes for operator, of_recipes in estimates.items()}
+    if values is not None:
         pins = choose(values, found.costs, cell.low, cell.budget).pins
         return as_choice({(name, "fprop"): "mxfp8" for name in pins}, *given)  # in nats
     if cell.arm == "plan":
