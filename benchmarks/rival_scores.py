@@ -50,6 +50,8 @@ SCORES = (
     "MSE of the output",
 )
 LIBRARIES = Path(__file__).resolve().parents[1] / ".libraries"
+BITS_STEP = 1 / 64
+"""Step of the effective bits at which AutoQuantize is asked for its choice."""
 _EXACT = "bf16"
 """A model in float32 is exact on this recipe."""
 
@@ -258,7 +260,7 @@ class AutoQuantize:
             run: as there.
             batches: as there.
             operators: as there.
-            recipes: as there; leaving an operator alone is always a choice.
+            recipes: as there, the low one first; leaving an operator alone is always a choice.
             method: `gradient` or `kl_div`.
             checkpoint: the library's own file, from which a second call goes on.
 
@@ -266,6 +268,9 @@ class AutoQuantize:
             ImportError: the library is not installed.
         """
         self._mtq = mtq = import_modelopt()
+        self._low = recipes[0]
+        self._pins_of: dict[float, dict[str, str]] = {}
+        """Its choices by effective bits."""
         from modelopt.torch.quantization import algorithms
         from modelopt.torch.utils import safe_load
 
@@ -303,8 +308,10 @@ class AutoQuantize:
                 checkpoint=str(checkpoint),
             )
 
-    def pins(self, bits: float, low: str) -> dict[str, str]:
-        """Return {operator: recipe} of its choice at this number of effective bits, without those on `low`."""
+    def pins(self, bits: float) -> dict[str, str]:
+        """Return {operator: recipe} of its choice at this number of effective bits, without those on the low recipe."""
+        if bits in self._pins_of:
+            return self._pins_of[bits]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = self._mtq.get_auto_quantize_config(self._state, {"effective_bits": bits})
@@ -314,24 +321,28 @@ class AutoQuantize:
             if quantizer == "weight_quantizer" and entry.get("enable") and path in self._name_of:
                 recipe_of[self._name_of[path]] = entry["cfg"]["backend_extra_args"]["recipe"]
         chosen = {name: recipe_of.get(name, _EXACT) for name in self._name_of.values()}
-        return {name: recipe for name, recipe in chosen.items() if recipe != low}
+        pins = self._pins_of[bits] = {name: recipe for name, recipe in chosen.items() if recipe != self._low}
+        return pins
 
-    def within(self, budget: float, low: str, extra_of: Callable[[dict[str, str]], float]) -> dict[str, str]:
+    def within(self, budget: float, extra_of: Callable[[dict[str, str]], float]) -> dict[str, str]:
         """Return the choice of the most extra time within a budget.
 
-        `extra_of` counts the extra time of a choice. The effective bits, which the library counts by weights, are
-        bisected; its choice of the fewest bits leaves every operator on `low`.
+        `extra_of` counts the extra time of a choice. The library counts effective bits by weights, so that a choice of
+        more bits may take less time: the bits are scanned in steps, and the step above the best of them is bisected.
+        The choice of the fewest bits leaves every operator on the low recipe.
         """
-        best: dict[str, str] = {}
-        fewest, most = 0.0, 16.0
-        for _ in range(24):
+        most_time = budget * (1 + 1e-9)
+        steps = [BITS_STEP * step for step in range(round(16 / BITS_STEP) + 1)]
+        extras = {bits: extra for bits in steps if (extra := extra_of(self.pins(bits))) <= most_time}
+        fewest = max(extras, key=lambda bits: (extras[bits], bits))
+        most = fewest + BITS_STEP
+        for _ in range(16):
             bits = (fewest + most) / 2
-            chosen = self.pins(bits, low)
-            fits = extra_of(chosen) <= budget * (1 + 1e-9)
-            if fits and extra_of(chosen) >= extra_of(best):
-                best = chosen
-            fewest, most = (bits, most) if fits else (fewest, bits)
-        return best
+            if (extra := extra_of(self.pins(bits))) <= most_time:
+                fewest, extras[bits] = bits, extra
+            else:
+                most = bits
+        return self.pins(max(extras, key=extras.__getitem__))
 
 
 def linears_of_operators(operators: Sequence[PathLinear]) -> dict[str, nn.Linear]:

@@ -252,7 +252,7 @@ class LowPath:
         if cell.arm == rival_table.TAIL:
             return self.tail
         if cell.arm in LIBRARY:
-            return self.library(LIBRARY[cell.arm]).within(cell.budget, self.low, self.extra)
+            return self.library(LIBRARY[cell.arm]).within(cell.budget, self.extra)
         if cell.arm in RULES:
             order = guessed(RULES[cell.arm], self.operators, seed=cell.draw)
             given = self.diagnosis.prices, self.times, self.low

@@ -117,16 +117,16 @@ def test_autoquantize_chooses_within_the_time(tmp_path: Path) -> None:
     for method in ("gradient", "kl_div"):
         asked = (model, forward, [BATCH] * 2, operators, [*time], method, tmp_path / f"{method}.pt")
         chosen = rival_scores.AutoQuantize(*asked)
-        plans = {budget: chosen.within(budget, "nvfp4", extra) for budget in (0.2, 0.35, 0.7, 3.0)}
+        plans = {budget: chosen.within(budget, extra) for budget in (0.2, 0.35, 0.7, 3.0)}
         assert plans[0.2] == {} and list(plans[0.35].values()) == ["mxfp8"]
         assert all(extra(pins) <= budget for budget, pins in plans.items())
         assert extra(plans[3.0]) >= 1.0 and {*plans[3.0]} == {*operators}
         empty = tmp_path / f"{method}-empty.pt"  # as a run leaves it that was killed while it measured
         content = safe_load(asked[-1])
         torch.save({**content, "candidate_stats": {}}, empty)
-        assert rival_scores.AutoQuantize(*asked[:-1], empty).within(0.35, "nvfp4", extra) == plans[0.35]
+        assert rival_scores.AutoQuantize(*asked[:-1], empty).within(0.35, extra) == plans[0.35]
         again = rival_scores.AutoQuantize(*asked[:2], [], *asked[3:])  # from the file, without a batch
-        assert again.within(0.35, "nvfp4", extra) == plans[0.35]
+        assert again.within(0.35, extra) == plans[0.35]
     assert type(model.up) is nn.Linear
 
 
