@@ -37,7 +37,7 @@ class Base:
     name: str
     """The name in the fork's config."""
     config: Config
-    found: StoredCheckpoint
+    stored: StoredCheckpoint
     fingerprint: str
     """Fingerprint of the data."""
     position: dict[str, int]
@@ -52,7 +52,7 @@ class Base:
     @property
     def step(self) -> int:
         """The step after which the checkpoint was saved."""
-        return self.found.step
+        return self.stored.step
 
     @property
     def schedule_steps(self) -> int:
@@ -108,7 +108,7 @@ class Base:
         Raises UserError if they do not fit.
         """
         if self._kept is None:
-            load_training(self.found, model, optimizer)
+            load_training(self.stored, model, optimizer)
             if keep:
                 # Frozen weights come with the model and never change, and they may be large.
                 frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -128,17 +128,17 @@ def open_base(name: str) -> Base:
     try:
         with reading(run):
             check_tree(run, skip=("wandb",))
-            found = find(checkpoints)
+            stored = find(checkpoints)
             header = read_json(run / "header.json") or {}
             fingerprint = header["data"]["fingerprint"]
-            position = {key: found.host["blocks"][key] for key in ("epoch", "position")}
+            position = {key: stored.host["blocks"][key] for key in ("epoch", "position")}
             # The folder may come from anyone: bool and negative numbers are no positions.
             sound = isinstance(fingerprint, str) and all(type(n) is int and 0 <= n < 2**62 for n in position.values())
-            if not sound or found.step < 1:
+            if not sound or stored.step < 1:
                 raise ValueError("its numbers make no sense")
-            if name == SHIPPED and found.sha256 != SHIPPED_SHA256:
-                raise ValueError(f"is not the base that this version ships ({found.sha256[:12]})")
+            if name == SHIPPED and stored.sha256 != SHIPPED_SHA256:
+                raise ValueError(f"is not the base that this version ships ({stored.sha256[:12]})")
     except UserError as error:
         raise UserError(f"base={name}: {error}") from error
     tokenizer = run / "tokenizer.json" if name == SHIPPED else None
-    return Base(name, config, found, fingerprint, position, header.get("checkpoint"), tokenizer)
+    return Base(name, config, stored, fingerprint, position, header.get("checkpoint"), tokenizer)

@@ -143,7 +143,7 @@ def header(parts: Parts, command: str) -> dict[str, Any]:
         "paths": [described(path) for path in (parts.converted.low, parts.converted.recovery) if path is not None],
         "signal_sha256": signal_sha256(config),
         "checkpoint": parts.checkpoint,
-        "base": None if parts.base is None else {"step": parts.base.step, "sha256": parts.base.found.sha256},
+        "base": None if parts.base is None else {"step": parts.base.step, "sha256": parts.base.stored.sha256},
         "shape": _shape(parts.model),
         "arm": config.arm_name,
         "experiment": config.experiment_name,

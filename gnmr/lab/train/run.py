@@ -138,7 +138,7 @@ def _owner(parts: Parts) -> str:
     if parts.checkpoint is not None:  # our checkpoints do not contain frozen weights
         owner += f" from checkpoint {parts.checkpoint[:12]}"
     if parts.base is not None:
-        owner += f" from base {parts.base.found.sha256[:12]}"
+        owner += f" from base {parts.base.stored.sha256[:12]}"
     if parts.compressed is not None:
         owner += f" in {parts.compressed.workers.size} workers"
     recipes = [described(path) for path in (converted.low, converted.recovery) if isinstance(path, Recipe)]
@@ -148,7 +148,7 @@ def _owner(parts: Parts) -> str:
 def _check_begun(parts: Parts) -> None:
     """Raise UserError if the folder's run began with other tokens, weights or another base than were loaded."""
     header, data, base = begun_with(parts.folder)
-    loaded_base = None if parts.base is None else parts.base.found.sha256
+    loaded_base = None if parts.base is None else parts.base.stored.sha256
     for name, began, now in (
         ("the tokens of its data", data.get("fingerprint"), parts.corpus.fingerprint),
         ("the weights of model.checkpoint", header.get("checkpoint"), parts.checkpoint),
