@@ -130,6 +130,17 @@ def test_autoquantize_chooses_within_the_time(tmp_path: Path) -> None:
     assert type(model.up) is nn.Linear
 
 
+def test_more_bits_may_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bits take too much time and 10 to 11 fit, so a bisection from 8 bits would stop at the quick operator."""
+    choices = [(11, ["quick", "slow"]), (10, ["quick", "small"]), (5, ["slow"]), (4, ["quick"]), (0, [])]
+    choice = lambda _, bits: next(dict.fromkeys(names, "bf16") for fewest, names in choices if bits >= fewest)
+    monkeypatch.setattr(rival_scores.AutoQuantize, "pins", choice)
+    extra = {"quick": 0.1, "small": 0.15, "slow": 0.5}
+    chooser = object.__new__(rival_scores.AutoQuantize)
+    chosen = chooser.within(0.3, lambda pins: sum(extra[name] for name in pins))
+    assert [*chosen] == ["quick", "small"]
+
+
 # ---- runs ----
 
 
