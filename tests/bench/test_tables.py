@@ -113,6 +113,10 @@ def test_the_ranges_of_the_first_page_are_their_records():
     fp8, _ = more_than_the_plan("whisper", "fp8_hybrid", {"AutoQuantize, gradient"}, 0.3)
     nvfp4, _ = more_than_the_plan("whisper", "nvfp4", {"AutoQuantize, gradient"}, 0.3)
     assert f"leaves {fp8} more in FP8 and {nvfp4} more in NVFP4 at +30%" in page
+    rows = json.loads((tables.ROOT / "benchmarks" / "results" / "rivals-smollm2.json").read_text())["rows"]
+    of_oracle = [row["of_oracle"] for row in rows if row["arm"] == "plan" and "of_oracle" in row]
+    assert len(of_oracle) == 10, "two low paths, five budgets"
+    assert f"it removes {min(of_oracle):.0%} to {max(of_oracle):.0%} of the KL that the same solver removes" in page
 
 
 @pytest.mark.slow
