@@ -236,7 +236,7 @@ class Base:
             "extra": result.extra_time / to_move,
             "pins": sum(map(len, pins.values())),
             "steps": len(result.losses),
-            "checkpoint": self.forks.base.found.sha256[:12],
+            "checkpoint": self.forks.base.stored.sha256[:12],
         }
 
 

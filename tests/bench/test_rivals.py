@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,24 @@ def test_the_probe_has_the_covariance_of_drawn_labels() -> None:
     torch.testing.assert_close(probe[100:].T @ probe[100:] / 19_900, p.diag() - p[:, None] * p, atol=0.01, rtol=0)
 
 
-@pytest.mark.slow
-def test_autoquantize_chooses_within_the_time(tmp_path: Path) -> None:
-    """The library itself, in both modes and without its groups; a second call needs none of its passes."""
+@pytest.fixture
+def _modelopt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """ModelOpt for one test: tests of other libraries in this process must not find what it imports."""
     if not (rival_scores.LIBRARIES / "modelopt").is_dir():
         pytest.skip("ModelOpt is not in .libraries: make test-libraries")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = {*sys.modules}
     rival_scores.import_modelopt()
+    yield
+    for name in {*sys.modules} - before:
+        if str(rival_scores.LIBRARIES) in repr(sys.modules[name]):
+            del sys.modules[name]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_modelopt")
+def test_autoquantize_chooses_within_the_time(tmp_path: Path) -> None:
+    """The library itself, in both modes and without its groups; a second call needs none of its passes."""
     from modelopt.torch.utils import safe_load
 
     model = Two().eval()
