@@ -39,8 +39,8 @@ SCORES = {
     "MSE of input": "mse",
 }
 """Names of the scores here and in the records of `price.py`. The first is the price."""
-RIVAL_SCORES = ("estimate", "by element", "gradient norm", "MSE of the input")
-"""The same in the records of `rivals.py`."""
+RIVAL_SCORES = ("estimate", "by element", "gradient norm", "MSE of the input", "PrismaQuant")
+"""The same in the records of `rivals.py`, and a score that only these have."""
 BUDGET = 0.3
 """Extra time of fprop that the plans of `oracle` and `forks` may take: three tenths of the operators' area in MXFP8."""
 ARMS = ("plan", "bf16", "by element", "gradient norm", "MSE", "random", "first and last", "last")
@@ -59,7 +59,7 @@ def record(name: str) -> Any:
 
 
 def ranks() -> Rows:
-    yield ["ranks", *SCORES]
+    yield ["ranks", *SCORES, *RIVAL_SCORES[len(SCORES) :]]
     of_all = {"SmolLM2": record("rivals-smollm2.json")["ranks"], "Whisper": record("rivals-whisper.json")["ranks"]}
     for name_of_model, model, file in (("0.9 M", "a", "price-kl-bases"), ("SmolLM2", "smollm2", "price-kl-smollm2")):
         for cell in record(f"{file}.json")["cells"]:
@@ -70,7 +70,7 @@ def ranks() -> Rows:
             kl = np.array(cell["of_operators"]["kl"])
             scores = [np.array(cell["of_operators"][key]) for key in SCORES.values()]
             texts = [rank_text(*rank_correlation(score, kl)) for score in scores]
-            yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts]
+            yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts, "-"]
     for name_of_model, of_lows in of_all.items():
         for low, of_low in of_lows.items():
             texts = [rank_text(*of_low["of_scores"][score]) for score in RIVAL_SCORES]
@@ -189,7 +189,7 @@ def forks() -> Rows:
 
 def english() -> Rows:
     arms = ("plan", "price", "any", "GNMR")
-    names = {"english_1m": "1.2 M", "english_10m": "10 M", "smollm2": "SmolLM2"}
+    names = {"english_1m": "1.2 M", "english_10m": "10 M", "english_10m, CPU": "10 M, again", "smollm2": "SmolLM2"}
     yield ["english", "gap", *arms]
     for (low, base), losses in sorted(losses_of("plans-english.jsonl").items()):
         if base in names:

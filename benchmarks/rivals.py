@@ -11,8 +11,9 @@ started again, also with more arms. Half-finished measurements are in runs/rival
 and their tests are in rivals_claims.md, and were written before the runs.
 
 A budget is extra time of the GEMMs that a plan may move, relative to their time on the low path: fprop of every linear
-in the blocks, without the output head. 4, 8 and 16 bits take 1 : 2 : 4. Every arm is given the same budget and at most
-one operator less than it. All scores read the same 16 sequences; the KL is measured in FP32 on 32 others.
+in the blocks, without the output head. 4, 8 and 16 bits take 1 : 2 : 4. Every arm is given the same budget. It uses all
+of it but the time of an operator; AutoQuantize, whose constraint is bits of weights, may use less. All scores read the
+same 16 sequences; the KL is measured in FP32 on 32 others.
 
     plan                    what `gnmr diagnose` chooses: solved by several scores of the 16 sequences, and selected
                             on 16 more

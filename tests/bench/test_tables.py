@@ -85,10 +85,10 @@ def test_the_case_of_the_first_page_is_its_record():
         assert re.sub(r"[,; ]+$", "", " ".join(piece.split())) in fp8["verdict"]
     left = [f"{choice['kl_left']:.3g}" for choice in fp8["choices"].values()]
     assert len(left) == 7 and all(f" {nats} ±" in shown[2] for nats in left)
-    told = re.search(r"NVFP4 costs (\S+) nats.* keeps (\d+) .* and (\S+) ± (\S+) are left", page)
+    told = re.search(r"NVFP4 costs (\S+) nats.* keeps (\d+) .* (\S+) become (\S+) ± (\S+)", page)
     assert told and told[1] == f"{nvfp4['measured']['kl']:.3g}" and f"keeping {told[2]} of" in nvfp4["verdict"]
     plan = nvfp4["choices"]["plan"]
-    assert (told[3], told[4]) == (f"{plan['kl_left']:.3g}", f"{plan['noise']:.2g}")
+    assert told.groups()[2:] == (f"{nvfp4['held_out']['kl']:.3g}", f"{plan['kl_left']:.3g}", f"{plan['noise']:.2g}")
 
 
 def more_than_the_plan(name: str, low: str, arms: set[str], least: float = 0.0) -> tuple[str, str]:

@@ -15,10 +15,10 @@ and the gap is the part that the recovery path removes:
 The gaps of all units add up to the total gain. The gap has no natural scale: rank it, or calibrate its threshold to the
 run. Under recipes, whose wgrad reads a cast of dy_t too, the sum also includes that operand's error (docs/signals.md).
 
-Source: ours, from theorem 1 and corollary 1 of arXiv 2606.00539; docs/signals.md derives it and lists the neglected
-terms. Needs gap_low and gap_recovery: one pass over each input in both formats and one over the output gradients. Two
-options reduce the cost: measure a sample of the tokens (`probe_tokens`), or only every k-th step (`every`),
-with the last estimate in between. The gap changes slowly, because its causes (outlier channels, a layer's scale) do.
+Source: ours, from theorem 1 and corollary 1 of arXiv 2606.00539; docs/signals.md lists the neglected terms. Needs
+gap_low and gap_recovery: one pass over each input in both formats and one over the output gradients. Two options reduce
+the cost: measure a sample of the tokens (`probe_tokens`), or only every k-th step (`every`), with the last estimate in
+between. The gap changes slowly, because its causes (outlier channels, a layer's scale) do.
 
 # price: the loss in nats that recovering a unit saves now
 
