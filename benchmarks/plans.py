@@ -189,7 +189,7 @@ class Base:
     def __init__(self, name: str, words: Sequence[str]) -> None:
         self.forks = Forks(name, print)
         self._words = words
-        self._found: dict[str, Diagnosis] = {}
+        self._diagnosis_of: dict[str, Diagnosis] = {}
         self._times: dict[tuple[str, bool], tuple[float, float, float]] = {}
         self._run: dict[str, ForkResult] = {}
 
@@ -200,15 +200,15 @@ class Base:
 
     def diagnosis(self, low: str) -> Diagnosis:
         """Return the diagnosis of the base under a low path."""
-        if low in self._found:
-            return self._found[low]
+        if low in self._diagnosis_of:
+            return self._diagnosis_of[low]
         parts = self.forks.parts(config := self.config(low))
         parts.converted.restore()
         training, model = config.training, parts.model.float()
         both = validation(config, parts.corpus, 2 * training.eval_sequences)
         batches = unseen(both, training.eval_sequences).to(parts.device).split(training.batch_size // 2)
-        self._found[low] = diagnose(model, forward_of(model), batches, recipe=low, rescue=RESCUES, confirm=99)
-        return self._found[low]
+        self._diagnosis_of[low] = diagnose(model, forward_of(model), batches, recipe=low, rescue=RESCUES, confirm=99)
+        return self._diagnosis_of[low]
 
     def row(self, cell: Cell) -> dict[str, Any]:
         """Return the row of a fork. Forks with the same pins share one run."""
