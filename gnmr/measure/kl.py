@@ -21,17 +21,10 @@ from torch.nn import functional as F
 
 IGNORED = -100
 """A target without loss, as in `F.cross_entropy`; its position is in no KL either."""
-_ROWS = 128
-"""Number of positions that a GPU computes together."""
-_CACHED = 2**18
-"""Number of logits that a CPU computes together: 1 MB in float32, which its cache holds."""
+ROWS = 128
+"""Number of positions that are computed together."""
 _FAR = 20.0
 """Difference d above which p (exp(d) - 1 - d) is p exp(d) = q in float32, also where p is 0."""
-
-
-def rows_at_once(logits: Tensor) -> int:
-    """Return how many positions of `logits` (..., V) are computed together."""
-    return max(1, _CACHED // logits.shape[-1]) if logits.device.type == "cpu" else _ROWS
 
 
 @torch.no_grad()
@@ -69,8 +62,7 @@ def token_divergence(high: Tensor, low: Tensor, targets: Tensor | None = None) -
 
 def _by_position(high: Tensor, low: Tensor) -> Tensor:
     """Return the KL of each position, (..., V) -> (N,) float64, for a few positions at a time."""
-    rows = rows_at_once(high)
-    slices = zip(high.flatten(0, -2).split(rows), low.flatten(0, -2).split(rows), strict=True)
+    slices = zip(high.flatten(0, -2).split(ROWS), low.flatten(0, -2).split(ROWS), strict=True)
     return torch.cat([_of_positions(p.float(), q.float()) for p, q in slices])
 
 
@@ -99,7 +91,7 @@ def draw_labels(logits: Tensor, generator: torch.Generator, targets: Tensor | No
     width = logits.shape[-1]
     drawn, rows_of_logits = [], logits.detach().reshape(-1, width)
     counts = None if targets is None else (targets != IGNORED).flatten()
-    for rows in (rows_of_logits if counts is None else rows_of_logits[counts]).split(rows_at_once(logits)):
+    for rows in (rows_of_logits if counts is None else rows_of_logits[counts]).split(ROWS):
         below = rows.double().softmax(dim=1).cumsum(dim=1)
         uniform = torch.rand(len(rows), 1, dtype=torch.float64, device=rows.device, generator=generator)
         drawn.append(torch.searchsorted(below, uniform * below[:, -1:]).clamp_(max=width - 1)[:, 0])
@@ -126,8 +118,7 @@ class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
-        at_once = rows_at_once(logits)
-        slices = zip(logits.split(at_once), targets.split(at_once), strict=True)
+        slices = zip(logits.split(ROWS), targets.split(ROWS), strict=True)
         return torch.cat([F.cross_entropy(rows.float(), labels, reduction="none") for rows, labels in slices])
 
     @staticmethod
@@ -138,9 +129,8 @@ class _Losses(torch.autograd.Function):
         # dloss/dlogits = softmax(logits) - 1 at the label, times the gradient of the position's loss.
         grad = torch.where(targets == IGNORED, 0.0, grad)[:, None]
         labels = targets.clamp(min=0)[:, None]
-        at_once = rows_at_once(logits)
-        for at in range(0, len(logits), at_once):
-            rows = slice(at, at + at_once)
+        for at in range(0, len(logits), ROWS):
+            rows = slice(at, at + ROWS)
             of_rows = F.log_softmax(logits[rows].float(), dim=1).exp_().mul_(grad[rows])
             gradient[rows] = of_rows.scatter_add_(1, labels[rows], -grad[rows])
         return gradient, None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from gnmr.measure.guards import refuse_not_finite, scalar
-from gnmr.measure.kl import IGNORED, divergence, draw_labels, losses, rows_at_once, token_divergence
+from gnmr.measure.kl import IGNORED, ROWS, divergence, draw_labels, losses, token_divergence
 from gnmr.options import require
 
 _APART = 0.1
@@ -60,7 +60,7 @@ class Output:
             right = "is not finite; has a target a logit of -inf?"
         elif self.loss is None:
             assert self.logits is not None
-            slices = self.logits.detach().flatten(0, -2).split(rows_at_once(self.logits))
+            slices = self.logits.detach().flatten(0, -2).split(ROWS)
             value = float(torch.cat([rows.float().logsumexp(-1) for rows in slices]).mean())
             right = "has logits that are not finite"
         refuse_not_finite(value, where, model, right)
@@ -179,9 +179,8 @@ class Output:
         # A sequence without a position that counts has no KL, and `divergence` leaves it out too.
         number = number[number > 0].double()
         kl = divergence(high_logits, low_logits, targets).cpu()
-        # Copied out of PyTorch's aligned memory: a small aligned tensor that is kept where temporary logits were makes
-        # the place useless for the next logits (glibc bug 14581). Each KL would then take 20 MB for good.
-        return torch.stack([kl * number, number], dim=1).numpy().copy()
+        nats_and_number: np.ndarray = torch.stack([kl * number, number], dim=1).numpy()
+        return nats_and_number
 
     def tokens_to(self, low: Output) -> np.ndarray | None:
         """Compare single tokens with those of `low`, an output of the same batch.

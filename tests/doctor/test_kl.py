@@ -21,10 +21,8 @@ import gnmr
 from gnmr.conversion import ConvertedModel, PathLinear, PathSpec, convert
 from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import Cast
-from gnmr.measure import kl
 from gnmr.measure.gemm_costs import GemmCost, PathCost, format_nats
-from gnmr.measure.kl import IGNORED, divergence, draw_labels, losses
-from gnmr.measure.model_output import Output
+from gnmr.measure.kl import IGNORED, divergence, draw_labels
 from gnmr.measure.price import measure_prices
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.knapsack import front
@@ -135,33 +133,6 @@ def test_labels_are_drawn_from_the_predictions() -> None:
         False,
         True,
     ] * 10_000
-
-
-def test_how_many_positions_are_computed_together_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = torch.Generator().manual_seed(0)
-    high, low = torch.randn(2, 3, 50, 70, generator=draw)
-    targets = torch.randint(70, (3, 50), generator=draw)
-    targets[0, :20] = IGNORED
-
-    def computed() -> list[Tensor]:
-        leaf = low.flatten(0, 1).requires_grad_()
-        of_positions = losses(leaf, targets.flatten())
-        of_positions.sum().backward()
-        labels = draw_labels(high, torch.Generator().manual_seed(1), targets)
-        return [divergence(high, low, targets), labels, of_positions.detach(), leaf.grad]
-
-    together = computed()
-    monkeypatch.setattr(kl, "_CACHED", 7 * 70)
-    assert kl.rows_at_once(low) == 7
-    for few_at_once, all_at_once in zip(computed(), together, strict=True):
-        # Sums of 70 terms in another order.
-        torch.testing.assert_close(few_at_once, all_at_once, rtol=1e-5, atol=1e-7)
-
-
-def test_a_kl_that_is_kept_owns_its_memory() -> None:
-    """In PyTorch's aligned memory, thousands of kept KLs would leave holes that no logits fit into."""
-    high, low = (Output(logits, None, None) for logits in torch.randn(2, 3, 5, 7))
-    assert high.kl_to(low).flags.owndata
 
 
 def quadratic_form(model: nn.Module, converted: ConvertedModel, operator: PathLinear, tokens: Tensor) -> float:

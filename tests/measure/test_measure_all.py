@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 import gnmr
 from gnmr.errors import UserError
 from gnmr.lab.models.stored import open_stored
+from gnmr.measure import forward_passes
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.pin_plan import read_plan
 
@@ -200,6 +202,19 @@ def test_whole_passes_that_were_interrupted_go_on(damage: bytes, tmp_path: Path)
     again = gnmr.diagnose(model, run, batches, measure="all", state=tmp_path, **WHOLE)
     assert numbers(again) == numbers(uninterrupted)
     assert rows >= 4 and len(calls) == total - rows, "what was measured is not run again"
+
+
+@pytest.mark.filterwarnings("ignore:Residual cannot be run block by block")
+def test_free_memory_is_given_back_on_any_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc would take megabytes more with each pass of a large vocabulary; other C libraries have no such function."""
+    release_memory, released = forward_passes._release_memory, []
+    monkeypatch.setattr(forward_passes, "_release_memory", lambda: released.append(release_memory()))
+    model = Residual()
+    batches = [token_ids(seed) for seed in range(8)]  # 8 x (3 operators + all of them) passes
+    gnmr.diagnose(model, model, batches, measure="all", **WHOLE)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    gnmr.diagnose(model, model, batches, measure="all", **WHOLE)
+    assert released == [None, None]
 
 
 def test_a_linear_in_two_blocks_is_measured_in_both() -> None:
