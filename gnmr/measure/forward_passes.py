@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -368,8 +369,8 @@ def _release_memory() -> None:
     It has tensors below 32 MB on its heap, such as the temporary ones of a KL. A small tensor that is kept between them
     leaves a hole that the next one does not fit into (glibc bug 14581). Thousands of passes took 5 to 20 MB each.
     """
-    with suppress(AttributeError, OSError, TypeError):  # other libraries lack the function
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 class MeasuredRows:
