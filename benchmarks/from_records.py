@@ -3,7 +3,7 @@
     python benchmarks/from_records.py
 
 `ranks`     Spearman correlation of each score with the KL of single operators, and its 95% interval: percentiles of
-            2,000 bootstrap samples of operators. 24 and 48 operators include the highest by each estimate.
+            2,000 bootstrap samples of operators. 24 operators include the highest by each estimate.
 `oracle`    nats that a plan to MXFP8 saves, over what the best plan saves (sum of single KLs, measured on the
             held-out tokens themselves). Every score fills the same knapsack.
 `predicted` KL that plans of SmolLM2 leave, against the sum of the prices that they leave.
@@ -39,8 +39,14 @@ SCORES = {
     "MSE of input": "mse",
 }
 """Names of the scores here and in the records of `price.py`. The first is the price."""
-RIVAL_SCORES = ("estimate", "by element", "gradient norm", "MSE of the input", "PrismaQuant")
-"""The same in the records of `rivals.py`, and a score that only these have."""
+RIVAL_SCORES = {
+    "by sequence": "estimate",
+    "by element": "by element",
+    "gradient norm": "gradient norm",
+    "MSE of input": "MSE of the input",
+    "PrismaQuant": "PrismaQuant",
+}
+"""The same in the records of `rivals.py`, which have more scores."""
 BUDGET = 0.3
 """Extra time of fprop that the plans of `oracle` and `forks` may take: three tenths of the operators' area in MXFP8."""
 ARMS = ("plan", "bf16", "by element", "gradient norm", "MSE", "random", "first and last", "last")
@@ -59,7 +65,7 @@ def record(name: str) -> Any:
 
 
 def ranks() -> Rows:
-    yield ["ranks", *SCORES, *RIVAL_SCORES[len(SCORES) :]]
+    yield ["ranks", *RIVAL_SCORES]
     of_all = {"SmolLM2": record("rivals-smollm2.json")["ranks"], "Whisper": record("rivals-whisper.json")["ranks"]}
     for name_of_model, model, file in (("0.9 M", "a", "price-kl-bases"), ("SmolLM2", "smollm2", "price-kl-smollm2")):
         for cell in record(f"{file}.json")["cells"]:
@@ -68,12 +74,13 @@ def ranks() -> Rows:
             if cell["low"] in of_all.get(name_of_model, ()):  # all operators are better than some
                 continue
             kl = np.array(cell["of_operators"]["kl"])
-            scores = [np.array(cell["of_operators"][key]) for key in SCORES.values()]
-            texts = [rank_text(*rank_correlation(score, kl)) for score in scores]
-            yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts, "-"]
+            scores = {name: np.array(cell["of_operators"][key]) for name, key in SCORES.items()}
+            text_of = {name: rank_text(*rank_correlation(score, kl)) for name, score in scores.items()}
+            texts = [text_of.get(name, "-") for name in RIVAL_SCORES]
+            yield [f"{name_of_model}, {cell['low']}, {len(kl)} operators", *texts]
     for name_of_model, of_lows in of_all.items():
         for low, of_low in of_lows.items():
-            texts = [rank_text(*of_low["of_scores"][score]) for score in RIVAL_SCORES]
+            texts = [rank_text(*of_low["of_scores"][score]) for score in RIVAL_SCORES.values()]
             yield [f"{name_of_model}, {low}, all {of_low['operators']}", *texts]
 
 

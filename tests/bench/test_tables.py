@@ -91,9 +91,13 @@ def test_the_case_of_the_first_page_is_its_record():
     assert told.groups()[2:] == (f"{nvfp4['held_out']['kl']:.3g}", f"{plan['kl_left']:.3g}", f"{plan['noise']:.2g}")
 
 
+def rows_of_rivals(name: str) -> list[dict[str, Any]]:
+    return json.loads((tables.ROOT / "benchmarks" / "results" / f"rivals-{name}.json").read_text())["rows"]
+
+
 def more_than_the_plan(name: str, low: str, arms: set[str], least: float = 0.0) -> tuple[str, str]:
     """The smallest and the largest share that these arms leave more than the plan, from this budget on."""
-    rows = json.loads((tables.ROOT / "benchmarks" / "results" / f"rivals-{name}.json").read_text())["rows"]
+    rows = rows_of_rivals(name)
     plans = {row["budget"]: row["kl"] for row in rows if (row["low"], row["arm"]) == (low, "plan")}
     shares = [
         row["kl"] / plans[row["budget"]] - 1
@@ -113,8 +117,8 @@ def test_the_ranges_of_the_first_page_are_their_records():
     fp8, _ = more_than_the_plan("whisper", "fp8_hybrid", {"AutoQuantize, gradient"}, 0.3)
     nvfp4, _ = more_than_the_plan("whisper", "nvfp4", {"AutoQuantize, gradient"}, 0.3)
     assert f"leaves {fp8} more in FP8 and {nvfp4} more in NVFP4 at +30%" in page
-    rows = json.loads((tables.ROOT / "benchmarks" / "results" / "rivals-smollm2.json").read_text())["rows"]
-    of_oracle = [row["of_oracle"] for row in rows if row["arm"] == "plan" and "of_oracle" in row]
+    plans = [row for row in rows_of_rivals("smollm2") if row["arm"] == "plan"]
+    of_oracle = [row["of_oracle"] for row in plans if "of_oracle" in row]
     assert len(of_oracle) == 10, "two low paths, five budgets"
     assert f"it removes {min(of_oracle):.0%} to {max(of_oracle):.0%} of the KL that the same solver removes" in page
 
