@@ -146,31 +146,33 @@ class Cell:
     draw: int = 0
 
 
-def pins_of(cell: Cell, found: Diagnosis) -> Choice:
+def pins_of(cell: Cell, diagnosis: Diagnosis) -> Choice:
     """Return the pins of an arm."""
-    given = found.prices, found.costs, cell.low
+    priced = diagnosis.prices, diagnosis.costs, cell.low
     # A norm squared estimates the Fisher information, to which the KL is proportional if all relative errors are equal.
     powers = {"by element": ("elements", 1), "gradient norm": ("gradient norm", 2)}
     values = None
     if cell.arm in powers:
         name, power = powers[cell.arm]
-        values = {(o, "fprop"): {cell.low: score**power, "mxfp8": 0.0} for o, score in found.scores[name].items()}
+        values = {(o, "fprop"): {cell.low: score**power, "mxfp8": 0.0} for o, score in diagnosis.scores[name].items()}
     elif cell.arm == "price, estimated":
-        rows = [row for row in found.rows if row.gemm == "fprop"]
-        estimates = {row.operator: {cell.low: row.by_sequence or 0.0, "mxfp8": row.rescued["mxfp8"]} for row in rows}
-        values = {(operator, "fprop"): of_recipes for operator, of_recipes in estimates.items()}
+        values = {
+            (row.operator, row.gemm): {cell.low: row.by_sequence or 0.0, "mxfp8": row.rescued["mxfp8"]}
+            for row in diagnosis.rows
+            if row.gemm == "fprop"
+        }
     if values is not None:
-        pins = choose(values, found.costs, cell.low, cell.budget).pins
-        return as_choice({(name, "fprop"): "mxfp8" for name in pins}, *given)  # in nats
+        pins = choose(values, diagnosis.costs, cell.low, cell.budget).pins
+        return as_choice({(name, "fprop"): "mxfp8" for name in pins}, *priced)  # in nats
     if cell.arm == "plan":
-        return found.choice(cell.budget)
+        return diagnosis.choice(cell.budget)
     if cell.arm in RESCUES:
-        return found.choice(cell.budget, cell.arm)
+        return diagnosis.choice(cell.budget, cell.arm)
     if cell.arm == "MSE":
-        return pin_in_order(by_score(found.scores["mse"], found.operators), *given, "mxfp8", cell.budget)
+        return pin_in_order(by_score(diagnosis.scores["mse"], diagnosis.operators), *priced, "mxfp8", cell.budget)
     rule, _, rescue = cell.arm.partition(", ")
-    order = guessed(GUESSED[rule], found.operators, seed=cell.draw)
-    return pin_in_order(order, *given, rescue or "mxfp8", cell.budget)
+    order = guessed(GUESSED[rule], diagnosis.operators, seed=cell.draw)
+    return pin_in_order(order, *priced, rescue or "mxfp8", cell.budget)
 
 
 def unseen(both: Batch, validated: int) -> Batch:

@@ -346,7 +346,7 @@ class AutoQuantize:
 
 
 def linears_of_operators(operators: Sequence[PathLinear]) -> dict[str, nn.Linear]:
-    """Return the modules of converted operators by their names. Raises ValueError for an operator that is no linear."""
+    """Return the modules of converted operators by their names. Raises ValueError if one is not a linear."""
     modules = {}
     for operator in operators:
         if not isinstance(operator.module, nn.Linear):
