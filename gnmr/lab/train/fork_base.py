@@ -46,7 +46,7 @@ class Base:
     """Fingerprint of the checkpoint on the hub or on disk that the base began from, if it fine-tuned one."""
     tokenizer: Path | None = None
     """Tokenizer of the shipped base, whose corpus differs under another Python."""
-    _in_memory: tuple[dict[str, Any], dict[str, Any]] | None = None
+    in_memory: tuple[dict[str, Any], dict[str, Any]] | None = None
     """State of the model without frozen weights, and of the optimizer."""
 
     @property
@@ -107,15 +107,15 @@ class Base:
 
         Raises UserError if they do not fit.
         """
-        if self._in_memory is None:
+        if self.in_memory is None:
             load_training(self.stored, model, optimizer)
             if keep:
                 # Frozen weights come with the model and never change, and they may be large.
                 frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
                 state = {name: value for name, value in model.state_dict().items() if name not in frozen}
-                self._in_memory = deepcopy((state, optimizer.state_dict()))
+                self.in_memory = deepcopy((state, optimizer.state_dict()))
             return
-        weights, moments = self._in_memory
+        weights, moments = self.in_memory
         model.load_state_dict(weights, strict=False)
         # The optimizer may take the tensors as they are, and its steps would then change the kept ones.
         optimizer.load_state_dict(deepcopy(moments))
