@@ -13,9 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.plugins import Plugins
 
+from gnmr.lab.cli import train
 from gnmr.lab.config import read
 from gnmr.lab.train import loop as loop_module
 from gnmr.lab.train import run as run_module
@@ -117,6 +121,25 @@ def test_a_failed_cell_does_not_stop_the_others_and_runs_again(gnmr, tiny_words,
     assert "#0 failed: 1 steps in a row" in ended.out and done(tmp_path) == [1]
     again = gnmr("train", *words)
     assert again.code == 0 and again.out.count("is done: skipped") == 1 and done(tmp_path) == [0, 1]
+
+
+class ElsewhereLauncher(BasicLauncher):
+    """Runs cells as a cluster does: what they leave in their process never reaches the sweep's."""
+
+    def launch(self, *arguments: Any, **named: Any) -> Any:
+        returned = super().launch(*arguments, **named)
+        train._failures.clear()
+        train._swept.clear()
+        return returned
+
+
+def test_a_failure_on_another_machine_fails_the_sweep(gnmr, tiny_words, monkeypatch):
+    name = "hydra_plugins.elsewhere.ElsewhereLauncher"
+    monkeypatch.setitem(Plugins.instance().class_name_to_class, name, ElsewhereLauncher)
+    ended = gnmr("train", *tiny_words, "controller.alpha=-1,-2", f"hydra.launcher._target_={name}", "-m")
+    assert ended.code == 2 and "Traceback" not in ended.err
+    assert ended.err.splitlines()[-1].startswith("gnmr: controller.alpha=-1")
+    assert "#1 failed: controller.alpha=-2" in ended.out
 
 
 @pytest.mark.slow

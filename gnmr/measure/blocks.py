@@ -184,7 +184,7 @@ class BlockByBlock:
             variants: the copies by name.
             first_place: number of the first batch, which seeds PyTorch's generator as in a pass of the whole model.
             state: a file that is written after each block, with which a measurement that was interrupted goes on. It is
-                for these batches, variants and weights alone, which the caller sees to.
+                for these batches, variants and weights alone; `ForwardPasses.outputs` has their digest in its name.
             around_exact: returns a context for the calls of the exact model.
 
         Raises:
@@ -465,9 +465,14 @@ def _save_state(
         beside.replace(file)
     except (OSError, SafetensorError) as error:
         beside.unlink(missing_ok=True)
-        warn(f"{file}: cannot be written ({error}); what is measured from here on is lost if interrupted")
+        warn_of_lost_state(file, error)
         return False
     return True
+
+
+def warn_of_lost_state(file: Path, error: Exception) -> None:
+    """Warn that a measurement goes on without this file for its state."""
+    warn(f"{file}: cannot be written ({error}); what is measured from here on is lost if interrupted")
 
 
 def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]], variants: list[str]) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.conversion import ConvertedModel
+from gnmr.conversion.reads import is_sharded
 from gnmr.errors import warn
 from gnmr.formats import Recipe
-from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant, pinned
+from gnmr.measure.absent_weights import add_content
+from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant, pinned, warn_of_lost_state
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.model_output import Output, output_of
 from gnmr.names import Pins
@@ -246,11 +249,15 @@ class ForwardPasses:
             batches: the batches.
             variants: by name, the operators that are low, and their pins.
             before: number of batches that were run before these.
-            state: a file for the state of a long measurement block by block, see `BlockByBlock.outputs`.
+            state: a file for the state of a long measurement block by block, see `BlockByBlock.outputs`. Its name gets
+                a digest of what is measured.
             around_exact: returns a context for the passes with every operator on the recovery path.
             done: batches and variants that need no pass of the whole model.
         """
         if self.blocks is not None:
+            assert not done, "blocks go on from hidden states"
+            if state is not None:
+                state = self._state_of(state, batches, variants)
             for number, name, result in self.blocks.outputs(
                 batches, variants, before, state=state, around_exact=around_exact
             ):
@@ -266,6 +273,22 @@ class ForwardPasses:
                     continue
                 with self.pinned(variant.pins):
                     yield number, name, self.forward(batch, before + number, low=variant.low)
+
+    def _state_of(self, file: Path, batches: Sequence[Any], variants: Mapping[str, Variant]) -> Path:
+        """Return the path with a digest in the file's name, so that no other measurement goes on from this state.
+
+        The digest is of the recipes, the variants, the numbers in the batches and the weights that are in memory.
+        """
+        recipes = [(o.operator_name, o.low, o.recovery) for o in self.converted.operators]
+        low_and_pins = [(name, sorted(variant.low), variant.pins) for name, variant in variants.items()]
+        digest = hashlib.sha256(repr((recipes, self.rescues, low_and_pins)).encode())
+        add_content(digest, [*batches])
+        for weight in (*self.model.parameters(), *self.model.buffers()):
+            stored: Any = weight
+            shard = stored.to_local() if is_sharded(weight) else weight
+            if type(shard) in (Tensor, nn.Parameter) and not shard.is_meta:
+                add_content(digest, shard)
+        return file.with_stem(f"{file.stem}-{digest.hexdigest()[:16]}")
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path.
@@ -312,24 +335,13 @@ class ForwardPasses:
             f"{rescue} {name}": Variant([name], {name: {"fprop": rescue}}) for rescue in rescues for name in names
         }
         counting = Counting(self.model, self.converted.operators)
-        results = MeasuredRows(None if state is None or self.blocks is not None else state.with_suffix(".jsonl"))
-        measured, last_variant = results.measured, [*variants][-1]
-        high: list[Output] = []
+        file = None
+        if state is not None and self.blocks is None:
+            file = self._state_of(state.with_suffix(".jsonl"), batches, variants)
         self.expect(self.passes_of(len(batches), variants) + len(batches))
-        for number, variant, output in self.outputs(batches, variants, state=state, done={*measured}):
-            if variant is None:
-                where = f"run of batch {number + 1}"
-                _refuse_without_kl(output, where)
-                output.refuse_not_finite(where, self.model)
-                high.append(output)
-            else:
-                kl = high[number].kl_to(output)
-                assert kl is not None
-                results.write_row(number, variant, kl, output.loss_value)
-                if len(measured) % 32 == 0:
-                    _release_memory()
-            if (number, last_variant) in measured:  # another batch comes, and one pair of logits is held at a time
-                high[number] = replace(high[number], logits=None, targets=None)
+        with closing(MeasuredRows(file)) as results:
+            high = self._measure_variants(batches, variants, state, results)
+        measured = results.measured
         kls = {variant: [measured[number, variant][0] for number in range(len(high))] for variant in variants}
         # In passes of their own, because a measurement that goes on does not see the blocks before.
         for _ in self.outputs(batches, {}, around_exact=counting.all):
@@ -362,12 +374,35 @@ class ForwardPasses:
             )
         return costs, {name: kls[f" {name}"] for name in names}
 
+    def _measure_variants(
+        self, batches: Sequence[Any], variants: Mapping[str, Variant], state: Path | None, results: MeasuredRows
+    ) -> list[Output]:
+        """Measure the KL and the loss of every variant, and return the exact outputs without their logits."""
+        measured, last_variant = results.measured, [*variants][-1]
+        high: list[Output] = []
+        for number, variant, output in self.outputs(batches, variants, state=state, done={*measured}):
+            if variant is None:
+                where = f"run of batch {number + 1}"
+                _refuse_without_kl(output, where)
+                output.refuse_not_finite(where, self.model)
+                high.append(output)
+            else:
+                kl = high[number].kl_to(output)
+                assert kl is not None
+                results.write_row(number, variant, kl, output.loss_value)
+                if len(measured) % 32 == 0:
+                    _release_memory()
+            if (number, last_variant) in measured:  # another batch comes, and one pair of logits is held at a time
+                high[number] = replace(high[number], logits=None, targets=None)
+        return high
+
 
 def _release_memory() -> None:
     """Give free memory back to the system, if the C library is glibc.
 
     It has tensors below 32 MB on its heap, such as the temporary ones of a KL. A small tensor that is kept between them
-    leaves a hole that the next one does not fit into (glibc bug 14581). Thousands of passes took 5 to 20 MB each.
+    leaves a hole that the next one does not fit into (glibc bug 14581). With a large vocabulary each of thousands of
+    passes took 5 to 20 MB more.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -380,18 +415,26 @@ class MeasuredRows:
     """
 
     def __init__(self, file: Path | None) -> None:
-        """Read the rows that are there, without a line that was cut off or is damaged and what follows it."""
+        """Read the rows that are there, up to one that was cut off or is damaged, and remove what follows them."""
         self.measured: dict[tuple[int, str], tuple[np.ndarray, float]] = {}
         """By (number of the batch, variant): (KL, tokens that count) of each sequence, (S, 2), and the loss."""
         self._file: JsonLines | None = None
         if file is None:
             return
         end = 0
-        for row, end in iter_sound(file):  # noqa: B007
-            self.measured[row["batch"], row["variant"]] = np.array(row["kl"], dtype=float), row["loss"]
-        if file.exists():
-            truncate(file, end)
-        self._file = JsonLines(file, ("step", "batch", "variant", "kl", "loss"))
+        for row, after in iter_sound(file):
+            try:
+                kl, loss = np.array(row["kl"], dtype=float).reshape(-1, 2), float(row["loss"])
+                self.measured[row["batch"], row["variant"]] = kl, loss
+            except (KeyError, TypeError, ValueError):
+                break
+            end = after
+        try:
+            if file.exists():
+                truncate(file, end)
+            self._file = JsonLines(file, ("step", "batch", "variant", "kl", "loss"))
+        except OSError as error:
+            warn_of_lost_state(file, error)
 
     def write_row(self, batch: int, variant: str, kl: np.ndarray, loss: float) -> None:
         """Add a row to `measured`, and write it to the file at once."""
@@ -402,9 +445,14 @@ class MeasuredRows:
         try:
             self._file.write([row])
         except OSError as error:
-            warn(
-                f"{self._file.path}: cannot be written ({error}); what is measured from here on is lost if interrupted"
-            )
+            warn_of_lost_state(self._file.path, error)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, if there is one."""
+        if self._file is not None:
+            with suppress(OSError):  # a row that did not fit is written again
+                self._file.close()
             self._file = None
 
 

@@ -150,7 +150,7 @@ def diagnose(
             parameters on the meta device; they are then read one after the other. `run` gives logits, or these and
             targets. A checkpoint's folder is for a model that has none of its weights.
         state: with measure="all", a folder in which the measurement keeps its state, and goes on from there if it is
-            interrupted. It is for one model and one set of arguments.
+            interrupted. A measurement of other recipes, batches, or weights in memory does not read it.
         progress: see `Progress`.
 
     Raises:
@@ -430,7 +430,12 @@ class _Measurement:
         )
 
     def _state_file(self, name: str) -> Path | None:
-        return None if self.state is None else self.state / f"{name}.safetensors"
+        """Return a file for the state of a part of the measurement, if there is a folder for it."""
+        if self.state is None:
+            return None
+        with suppress(OSError):  # whoever writes the file warns, and goes on without it
+            self.state.mkdir(parents=True, exist_ok=True)
+        return self.state / f"{name}.safetensors"
 
     # ---- the batches of the prices ----
 

@@ -152,6 +152,10 @@ _failures: list[Exception] = []
 """The exceptions of a run or of cells. Hydra would print all overrides with them, so they are not raised through it."""
 
 
+_RETURNING = (".BasicLauncher", ".JoblibLauncher")
+"""Launchers of cells in this process, or whose returned values `_parallel` reads."""
+
+
 _swept: list[Path] = []
 """The folders of a sweep's cells that are done, if they print."""
 
@@ -172,7 +176,8 @@ def cell(composed: DictConfig) -> Path | Exception | None:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    job, sweeping = HydraConfig.get().job, HydraConfig.get().mode == RunMode.MULTIRUN
+    settings = HydraConfig.get()
+    sweeping = settings.mode == RunMode.MULTIRUN
     signals = len(seen)
     try:
         folder = run_cell(composed)
@@ -186,7 +191,9 @@ def cell(composed: DictConfig) -> Path | Exception | None:
         if sweeping and not isinstance(error, UserError | RunFailed):
             raise  # Hydra raises it again after all cells
         if sweeping:
-            say(f"#{job.num} failed: {error}")
+            say(f"#{settings.job.num} failed: {error}")
+            if not settings.launcher["_target_"].endswith(_RETURNING):
+                raise  # another machine's failures come back in no other way
         _failures.append(error)
         return error
 
