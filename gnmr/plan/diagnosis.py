@@ -387,9 +387,10 @@ class Diagnosis:
         return alternatives
 
     def compared(self) -> dict[str, dict[str, float | None]]:
-        """Return the extra time of the plan and the alternatives, and the nats that they leave, by value and measured.
+        """Return the extra time of the plan and the alternatives, and what they leave, by value and measured.
 
-        The result is empty under a plan's pins.
+        `same_top` and `kl_99` are of single tokens (`Cost`), and measured for the plan alone. The result is empty under
+        a plan's pins.
         """
         table: dict[str, dict[str, float | None]] = {}
         for name, choices in ({} if self.pins else {"plan": [self.choice()], **self.alternatives}).items():
@@ -401,6 +402,8 @@ class Diagnosis:
                 "kl_left": None if cost is None else cost.kl,
                 "loss_left": None if cost is None else cost.cost,
                 "noise": None if cost is None else cost.noise,
+                "same_top": None if cost is None else cost.same_top,
+                "kl_99": None if cost is None else cost.kl_99,
             }
         return table
 

@@ -56,6 +56,7 @@ def test_the_plan_is_chosen_on_one_half_and_measured_on_the_other() -> None:
         and f"{plan.same_top:.1%} of tokens" in token_line(by_price)
     )
     tree = by_price.tree()
+    assert (tree["choices"]["plan"]["same_top"], tree["choices"]["plan"]["kl_99"]) == (plan.same_top, plan.kl_99)
     assert tree["selected"] == "price" and set(tree["selection"]) == set(by_price.selection)
     assert set(tree["score_prices"]["elements"]) == set(by_price.operators)
 

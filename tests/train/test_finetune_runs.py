@@ -138,7 +138,7 @@ def test_a_fine_tuned_checkpoint_is_a_base_of_forks(
     config = tiny(*fork, "training.seed=1")
     first, again = other(config, phases=()), other(config, phases=())
     assert first == again and first.losses != [row["loss"] for row in rows]
-    assert not any(".base_layer." in name for name in other.base.in_memory[0]), "frozen weights are not kept"
+    assert not any(".base_layer." in name for name in other.base.trainable_state[0]), "frozen weights are not kept"
     with pytest.raises(UserError, match=r"^model\.checkpoint=null: the base"):
         compose(["experiment=fork", f"base={old}", "data.path=rows"])
     doubled(tmp_path / "elsewhere" / "model.safetensors")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Base:
     """Fingerprint of the checkpoint on the hub or on disk that the base began from, if it fine-tuned one."""
     tokenizer: Path | None = None
     """Tokenizer of the shipped base, whose corpus differs under another Python."""
-    in_memory: tuple[dict[str, Any], dict[str, Any]] | None = None
-    """State of the model without frozen weights, and of the optimizer."""
+    trainable_state: tuple[dict[str, Any], dict[str, Any]] | None = field(default=None, init=False)
+    """State of the model without its frozen weights, and of the optimizer, once `load_into` has kept them."""
 
     @property
     def step(self) -> int:
@@ -107,15 +107,15 @@ class Base:
 
         Raises UserError if they do not fit.
         """
-        if self.in_memory is None:
+        if self.trainable_state is None:
             load_training(self.stored, model, optimizer)
             if keep:
                 # Frozen weights come with the model and never change, and they may be large.
                 frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
                 state = {name: value for name, value in model.state_dict().items() if name not in frozen}
-                self.in_memory = deepcopy((state, optimizer.state_dict()))
+                self.trainable_state = deepcopy((state, optimizer.state_dict()))
             return
-        weights, moments = self.in_memory
+        weights, moments = self.trainable_state
         model.load_state_dict(weights, strict=False)
         # The optimizer may take the tensors as they are, and its steps would then change the kept ones.
         optimizer.load_state_dict(deepcopy(moments))
