@@ -71,7 +71,7 @@ def ranks() -> Rows:
         for cell in record(f"{file}.json")["cells"]:
             if cell["model"] != model or cell["low"] not in ("nvfp4", "fp8_hybrid", "sim_e2m1"):
                 continue
-            if cell["low"] in of_all.get(name_of_model, ()):  # all operators are better than some
+            if cell["low"] in of_all.get(name_of_model, ()):  # the rows below have all of its operators
                 continue
             kl = np.array(cell["of_operators"]["kl"])
             scores = {name: np.array(cell["of_operators"][key]) for name, key in SCORES.items()}

@@ -15,9 +15,10 @@ base, so a test over bases needs several, at least four:
     for seed in 0 1 2 3 4 5; do gnmr train experiment=fork_base training.seed=$seed run_dir=runs/base-$seed; done
 
     never, always           no pin, and every GEMM in BF16
-    plan                    the plan of `gnmr.diagnose` on this base, of MXFP8 and BF16 pins. The KL of the 99 highest
-                            operators by either estimate is measured (all operators of a small model)
-    price, estimated        the plan by the estimates alone, to MXFP8
+    plan                    the plan of `gnmr.diagnose` on this base, of MXFP8 and BF16 pins. `forks` measures the KL of
+                            the 99 highest operators by either estimate (all of a small model), `kl` of the 20 highest
+    price, estimated        the plan by the estimates alone, to MXFP8. It runs only if --arms names it, because claims
+                            (5) and (6) were written without it
     mxfp8, bf16             its plans with a single recipe: pins by price
     MSE, random             operators in the order of the input's squared error, or at random; to MXFP8, the cheaper
                             recipe. `random` has ten draws, which are spread over the data orders
@@ -28,8 +29,8 @@ base, so a test over bases needs several, at least four:
     GNMR, price, any        a controller moves operators to MXFP8 step by step: by dGNMR, by price, or at random
 
 All pins and moves are of fprop and fill the same budget: extra time of fprop of all operators, as in `gnmr diagnose`,
-where 4 : 8 : 16 bits take 1 : 2 : 4. `never` and `always` come first. If there is no gap between them, no other arm
-runs.
+where 4 : 8 : 16 bits take 1 : 2 : 4. `never` and `always` come first. If the 95% interval of the gap between them is
+not above 0, no other arm runs.
 
 `kl`: the remaining KL divergence per token of a checkpoint under the same arms, without training. It is measured on
 `--held-out` blocks of another part of the text, in FP32.
@@ -50,12 +51,14 @@ t-test over the checkpoints, two-sided and Holm-adjusted over the arms of a low 
 (6) no arm saves more than the plan, p < 0.05, on either low path.
 
 They were written down again before forks of four English models of 1.2 M parameters (english.yaml, seeds 0 to 3,
-training.steps=1200), with one order each, +30%, and the same tests. There the gap of a low path must differ from 0.
+training.steps=1200), with one order each, +30%, and the same tests. There the gap of a low path must differ from 0;
+otherwise nothing is compared on it.
 
 Every row is written when it is done, and rows that OUT.jsonl has already are not run again.
 
 `table`: from rows of `forks`, the fraction of the gap that each arm recovers, and its paired difference from the plan.
-The unit is the checkpoint that a plan was made on; `--each-base` makes a table of every checkpoint, over its orders.
+The unit is the checkpoint that a plan was made on; `--each-base` makes a table of every checkpoint, over its orders. A
+low path has no rows if the interval of its gap, over all replicates, is not above 0.
 
 `figure`: one low path of a record as a curve with 95% intervals. It shows the remaining KL from rows of `kl`, or the
 fraction of the gap recovered from the JSON of `table`. With the JSON of `table --each-base` and of price.py, it shows
@@ -101,14 +104,17 @@ from gnmr.plan.diagnose import diagnose
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.knapsack import Choice, as_choice, by_score, choose, front, guessed, pin_in_order
 from gnmr.records import output
+from rival_scores import estimate_of
 from rival_table import holm
+from rows import Rows
 from timing import header, write
 
 BOUNDS = ("never", "always")
 RESCUES = ("mxfp8", "bf16")
+ESTIMATED = "price, estimated"
 ARMS = (
     "plan",
-    "price, estimated",
+    ESTIMATED,
     *RESCUES,
     "MSE",
     "by element",
@@ -118,6 +124,7 @@ ARMS = (
     "last",
     "last, bf16",
 )
+DEFAULT_ARMS = tuple(arm for arm in ARMS if arm != ESTIMATED)
 GUESSED = {"random": "random", "first and last": "first_last", "last": "last"}
 DRAWS = 10
 """Draws of `random` on a base."""
@@ -155,9 +162,9 @@ def pins_of(cell: Cell, diagnosis: Diagnosis) -> Choice:
     if cell.arm in powers:
         name, power = powers[cell.arm]
         values = {(o, "fprop"): {cell.low: score**power, "mxfp8": 0.0} for o, score in diagnosis.scores[name].items()}
-    elif cell.arm == "price, estimated":
+    elif cell.arm == ESTIMATED:
         values = {
-            (row.operator, row.gemm): {cell.low: row.by_sequence or 0.0, "mxfp8": row.rescued["mxfp8"]}
+            (row.operator, row.gemm): {cell.low: estimate_of(row), "mxfp8": row.rescued["mxfp8"]}
             for row in diagnosis.rows
             if row.gemm == "fprop"
         }
@@ -261,27 +268,18 @@ def times_to_move(model: ConvertedModel) -> tuple[float, float, float]:
     return whole.extra_time * gemm_time(low, "fprop") / more, whole.extra_time, whole.share
 
 
-def recorded(files: Iterable[Path]) -> dict[Cell, dict[str, Any]]:
-    """Return the rows of these files, without an incomplete last line."""
-    lines = [line for file in files for line in file.read_text().splitlines(keepends=True)]
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+def recorded(files: Iterable[Rows]) -> dict[Cell, dict[str, Any]]:
+    """Return the rows of these files by cell."""
+    rows = [row for file in files for row in file.rows]
     # Rows of earlier commits have no draw, and the seed of their random arm is the order.
     rows = [{"draw": row["order"] if row["arm"] == "random" else 0} | row for row in rows]
     return {Cell(*(row[key] for key in Cell.__dataclass_fields__)): row for row in rows}
 
 
-def resumed(out: Path) -> dict[Cell, dict[str, Any]]:
-    """Return the rows of an earlier call; an incomplete last line is removed from the file."""
-    if out.exists() and (text := out.read_text()) and not text.endswith("\n"):
-        out.write_text(text[: text.rfind("\n") + 1])
-    return recorded([out] if out.exists() else [])
-
-
-def keep(out: Path, known: dict[Cell, dict[str, Any]], cell: Cell, row: dict[str, Any]) -> None:
+def keep(out: Rows, known: dict[Cell, dict[str, Any]], cell: Cell, row: dict[str, Any]) -> None:
     """Append the row of a cell to `out`."""
     known[cell] = asdict(cell) | row | {"commit": commit()}
-    with out.open("a") as rows:
-        rows.write(json.dumps(known[cell]) + "\n")
+    out.append(known[cell])
     print(f"{cell}: {row.get('loss', row.get('kl')):.4f} for +{row['extra']:.1%}", flush=True)
 
 
@@ -302,7 +300,8 @@ def cells_of(bases: Sequence[str], asked: argparse.Namespace) -> Iterator[list[C
 
 def make_forks(asked: argparse.Namespace) -> None:
     """Run the cells that OUT.jsonl lacks."""
-    known = resumed(asked.out)
+    out = Rows(asked.out)
+    known = recorded([out])
     bases = {base.forks.base.name: base for base in (Base(n, asked.more) for n in (asked.base or "shipped").split(","))}
     without_gap = set[str]()
     for cells in cells_of([*bases], asked):
@@ -310,16 +309,17 @@ def make_forks(asked: argparse.Namespace) -> None:
         if low in without_gap:
             continue
         for cell in (cell for cell in cells if cell not in known):
-            keep(asked.out, known, cell, bases[cell.base].row(cell))
+            keep(out, known, cell, bases[cell.base].row(cell))
         gaps = bounds_of(pd.DataFrame(known.values())).gap.get(low, pd.Series()).dropna()
-        if len(gaps) > 1 and not stats.ttest_1samp(gaps, 0.0, alternative="greater").pvalue < 0.05:
+        if lacks_gap(gaps):
             print(f"no gap (mean {gaps.mean():.4f} nats): no other arm of {low} is run")
             without_gap.add(low)
 
 
 def measure_kl(asked: argparse.Namespace) -> None:
     """Measure the arms that OUT.jsonl lacks, on one checkpoint."""
-    known, subject = resumed(asked.out), load_subject(asked.base)
+    out, subject = Rows(asked.out), load_subject(asked.base)
+    known = recorded([out])
     model = subject.model.float().eval()
     blocks = blocks_of(subject, asked.data, batches=8, held_out=asked.held_out)
     made: dict[str, np.ndarray] = {}
@@ -333,18 +333,20 @@ def measure_kl(asked: argparse.Namespace) -> None:
         ]
         if all(cell in known for cell in cells):
             continue
-        found = diagnose(model, forward_of(model), blocks.batches, recipe=low, rescue=RESCUES)
-        print(found.verdict(), flush=True)
+        diagnosis = diagnose(model, forward_of(model), blocks.batches, recipe=low, rescue=RESCUES)
+        print(diagnosis.verdict(), flush=True)
         for cell in (cell for cell in cells if cell not in known):
-            choice = Choice({}, 0.0, 0.0, 0.0) if cell.arm == "never" else pins_of(cell, found)
+            choice = Choice({}, 0.0, 0.0, 0.0) if cell.arm == "never" else pins_of(cell, diagnosis)
             key = json.dumps([low, choice.pins], sort_keys=True)
             if key not in made:
-                spec = PathSpec(low=low, recovery="bf16", targets=found.targets, backend="simulated", pins=choice.pins)
+                spec = PathSpec(
+                    low=low, recovery="bf16", targets=diagnosis.targets, backend="simulated", pins=choice.pins
+                )
                 made[key] = kl_left(model, blocks.held_out, spec)
             kl = made[key]
             row = {"kl": float(kl.mean()), "error": float(kl.std(ddof=1) / len(kl) ** 0.5), "kls": kl.tolist()}
             row |= {"extra": choice.extra, "price": choice.after, "pins": sum(map(len, choice.pins.values()))}
-            keep(asked.out, known, cell, row)
+            keep(out, known, cell, row)
 
 
 @torch.no_grad()
@@ -353,21 +355,28 @@ def kl_left(model: nn.Module, batches: Sequence[Batch], spec: PathSpec) -> np.nd
     high = [torch.log_softmax(logits_of(model, batch), dim=-1) for batch in batches]
     converted = convert(model, spec)
     try:
-        found = [divergence(kept, logits_of(model, batch)) for kept, batch in zip(high, batches, strict=True)]
+        kls = [divergence(log_p, logits_of(model, batch)) for log_p, batch in zip(high, batches, strict=True)]
     finally:
         converted.restore()
-    return torch.cat(found).cpu().numpy()
+    return torch.cat(kls).cpu().numpy()
 
 
 def bounds_of(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the losses of `never` and `always` and their difference `gap`, in nats, by low path, base and order."""
-    own = frame[frame.arm.isin(BOUNDS)].set_index(["low", "base", "order", "arm"]).loss
-    own = own.unstack(sort=False).reindex(columns=BOUNDS)
-    return own.assign(gap=own.never - own.always)
+    losses = frame[frame.arm.isin(BOUNDS)].set_index(["low", "base", "order", "arm"]).loss
+    bounds = losses.unstack(sort=False).reindex(columns=BOUNDS)
+    return bounds.assign(gap=bounds.never - bounds.always)
+
+
+def lacks_gap(gaps: pd.Series) -> bool:
+    """Return whether several replicates do not show a gap: the 95% interval of its mean is not above 0."""
+    return len(gaps) > 1 and not gaps.mean() - _half(gaps.sem(), len(gaps)) > 0
 
 
 def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Return, by low path, budget and arm, what forks save of the loss of `never`, and the fraction of the gap that is.
+
+    There are no rows of a low path that `lacks_gap` over all replicates that have both bounds.
 
     The unit of a test is what a plan was made on: a checkpoint, whose forks are averaged over data orders. If there is
     one checkpoint alone, it is a data order of it, and nothing is said of other checkpoints. Replicates (checkpoint and
@@ -377,16 +386,22 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
     Every row has the nats `saved`, and `closed`, the fraction of the gap, with its interval (`fraction`). Where the gap
     of a checkpoint is within its noise, `closed` is None. The paired difference from the plan is `plan_more` as a
     fraction, and `plan_more_nats` with a t-test, Holm-adjusted over the arms of a low path and budget in `p_adjusted`.
-    A difference that is not shown has the smallest one that would be found with 80% probability, `detectable` nats.
+    A difference that is not shown has the smallest one that would be found with 80% probability, `detectable` nats. Of
+    a single unit there is no test.
     """
     rows, bounds = [], bounds_of(frame)
-    for (low, budget), own in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
-        ran, extra = (own.pivot_table(index=["base", "order"], columns="arm", values=key) for key in ("loss", "extra"))
+    for (low, budget), forks in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
+        ends = bounds.loc[low]
+        if lacks_gap(ends.gap.dropna()):
+            continue
+        ran, extra = (
+            forks.pivot_table(index=["base", "order"], columns="arm", values=key) for key in ("loss", "extra")
+        )
         if "plan" in ran:
             ran = ran[ran["plan"].notna()]
             arms = ran.notna().sum(axis=1)
             ran = ran[arms >= arms.mode().max()].dropna(axis=1)
-        ends = bounds.loc[low].loc[ran.index]
+        ends = ends.loc[ran.index]
         saved, bases = ran.rsub(ends.never, axis=0), ran.index.unique("base")
         unit = "base" if len(bases) > 1 else "order"
         gaps = ends.gap.groupby(unit).mean()
@@ -402,11 +417,12 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
                 row |= {"plan_more_nats": more.mean(), "plan_more_nats_half_width": _half(more.sem(), len(more))}
                 names = ("plan_more", "plan_more_low", "plan_more_high")
                 row |= dict(zip(names, fraction(saved["plan"] - saved[arm], ends.gap), strict=True))
-                # Equal pins have no difference, and a t-test of zeros has no p-value.
-                row["p"] = float(stats.ttest_1samp(more, 0.0).pvalue) if more.any() else 1.0
-                if more.any() and not row["p"] < 0.05:
-                    power = float(stats.t.ppf(0.975, len(more) - 1) + stats.t.ppf(0.8, len(more) - 1))
-                    row["detectable"] = power * more.sem()
+                if len(more) > 1:
+                    # Equal pins have no difference, and a t-test of zeros has no p-value.
+                    row["p"] = float(stats.ttest_1samp(more, 0.0).pvalue) if more.any() else 1.0
+                    if more.any() and not row["p"] < 0.05:
+                        power = float(stats.t.ppf(0.975, len(more) - 1) + stats.t.ppf(0.8, len(more) - 1))
+                        row["detectable"] = power * more.sem()
             rows.append({key: float(v) if isinstance(v, np.floating) else v for key, v in row.items()})
         tested = {str(row["arm"]): row for row in rows if (row["low"], row["budget"]) == (low, budget) and "p" in row}
         for arm, p in holm({arm: row["p"] for arm, row in tested.items()}).items():
@@ -431,7 +447,7 @@ def fraction(saved: pd.Series, gaps: pd.Series) -> Fraction:
     """
     if len(saved) == saved.index.unique("base").size:
         return fieller(saved, gaps)
-    ratios = [fieller(own, gaps[own.index]) for _, own in saved.groupby("base")]
+    ratios = [fieller(of_base, gaps[of_base.index]) for _, of_base in saved.groupby("base")]
     values = [ratio for ratio, _, _ in ratios if ratio is not None]
     if len(values) < len(ratios) or len(values) == 1:
         return ratios[0] if len(ratios) == 1 else (None, None, None)
@@ -466,10 +482,10 @@ def fieller(above: pd.Series, below: pd.Series) -> Fraction:
 def figure(record: Path, lows: Sequence[str]) -> str:
     """Return the curve of a record of one low path; SystemExit if it has several of `lows`, or none."""
     of_forks = record.suffix == ".json"
-    rows = pd.DataFrame(json.loads(record.read_text())["rows"] if of_forks else recorded([record]).values())
-    rows = rows[rows.low.isin(lows)].sort_values("extra")
-    if rows.low.nunique() != 1:
-        raise SystemExit(f"{record}: has {rows.low.nunique()} of these low paths; name one of it with --low")
+    all_rows = json.loads(record.read_text())["rows"] if of_forks else recorded([Rows(record)]).values()
+    if (number := len({row["low"] for row in all_rows} & {*lows})) != 1:
+        raise SystemExit(f"{record}: has {number} of these low paths; name one of it with --low")
+    rows = pd.DataFrame([row for row in all_rows if row["low"] in lows]).sort_values("extra")
     if of_forks:
         rows = rows[rows.closed.notna()]
         rows = rows.assign(half_width=(rows.closed_high - rows.closed_low) / 2)
@@ -479,7 +495,7 @@ def figure(record: Path, lows: Sequence[str]) -> str:
         rows = rows.assign(kl=[kls.mean() for kls in rows.kls])
         rows = rows.assign(half_width=[_half(stats.sem(kls), len(kls)) for kls in rows.kls])
     value, low = "closed" if of_forks else "kl", rows.low.iloc[0].removeprefix("sim_").upper()
-    points = {arm: own[["extra", value, "half_width"]].to_numpy() for arm, own in rows.groupby("arm")}
+    points = {arm: of_arm[["extra", value, "half_width"]].to_numpy() for arm, of_arm in rows.groupby("arm")}
     start = np.zeros((1, 3)) if of_forks else points["never"]
     return curve.svg(
         {label: np.concatenate([start, points[arm]]) for arm, label in DRAWN.items()},
@@ -502,7 +518,7 @@ def by_size(forks: Path, prices: Path) -> str:
         sequences = cell["settings"]["held_out"] * cell["settings"]["size"]
         points.setdefault(f"{low}: KL", []).append((at, kl["kl"], _half(kl["kl_error"], sequences)))
         points.setdefault(f"{low}: loss gap", []).append((at, gap["mean"], _half(gap["sem"], gap["size"])))
-    arms = {label: np.array(sorted(own)) for label, own in points.items()}
+    arms = {label: np.array(sorted(of_label)) for label, of_label in points.items()}
     across, up = "parameters (logarithmic)", "Cost of low precision, nats per token"
     return curve.svg(arms, (0.0, "", True), across=across, up=up, places=places)
 
@@ -521,25 +537,24 @@ def solver() -> list[dict[str, Any]]:
         prices = {item: {"low": one, "mid": less, "high": 0.0} for item, one, less in each}
         for budget in BUDGETS:
             begin = time.perf_counter()
-            found = choose(prices, times, "low", budget)
-            row = {"gemms": number, "budget": budget, "seconds": time.perf_counter() - begin, "extra": found.extra}
+            choice = choose(prices, times, "low", budget)
+            row = {"gemms": number, "budget": budget, "seconds": time.perf_counter() - begin, "extra": choice.extra}
             least = next(after for extra, after in front(prices, times, "low") if extra >= budget)
-            row |= {"left": found.after / found.before, "next_step": least / found.before}
+            row |= {"left": choice.after / choice.before, "next_step": least / choice.before}
             rows.append(row | {"peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024})
     return rows
 
 
 def write_table(asked: argparse.Namespace) -> None:
     """Write the gaps and the table of the rows to `OUT.json`, and print them."""
-    frame = pd.DataFrame(recorded(map(Path, asked.more)).values())
-    if asked.base:
-        frame = frame[frame.base.isin(asked.base.split(","))]
+    all_rows = recorded(Rows(Path(file)) for file in asked.more).values()
+    frame = pd.DataFrame([row for row in all_rows if not asked.base or row["base"] in asked.base.split(",")])
     if frame.empty:
         raise SystemExit(f"no row of {asked.base or 'any base'} in {', '.join(asked.more)}")
     kinds, rows = ["low"], table(frame)
     if asked.each_base:
         kinds = ["base", "low"]
-        rows = [{"base": base} | row for base, own in frame.groupby("base") for row in table(own)]
+        rows = [{"base": base} | row for base, of_base in frame.groupby("base") for row in table(of_base)]
     gaps = bounds_of(frame).gap.dropna().groupby(kinds).agg(["mean", "sem", "size"])
     said = {" ".join(np.atleast_1d(key)): row for key, row in gaps.to_dict("index").items()}
     output.write_json(asked.out, header() | {"gaps": said, "rows": rows}, str(asked.out))
@@ -576,7 +591,7 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=8, help="batches of 4 blocks of 128 tokens")
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--each-base", action="store_true", help="a table of each base in place of one of all")
-    parser.add_argument("--arms", default=";".join(ARMS), help="with semicolons between them")
+    parser.add_argument("--arms", default=";".join(DEFAULT_ARMS), help="with semicolons between them")
     asked = parser.parse_intermixed_args()
     if asked.what == "kl" and not asked.base:
         parser.error("kl: name a run or a checkpoint folder with --base")

@@ -35,6 +35,7 @@ from gnmr.conversion.linear import PathLinear
 from gnmr.conversion.unit_names import unit_of
 from gnmr.formats.cast import quantize
 from gnmr.formats.recipes import RECIPES
+from gnmr.measure.gemm_costs import GemmCost
 from gnmr.measure.kl import IGNORED
 from gnmr.plan.knapsack import Prices
 
@@ -139,6 +140,13 @@ def measure_scores(
         score: {(name, "fprop"): values for name, values in of_operators.items()}
         for score, of_operators in sums.items()
     }
+
+
+def estimate_of(row: GemmCost) -> float:
+    """Return the estimate of an fprop, in nats, also if its KL was measured: by sequence, or by token without any."""
+    nats = row.by_token if row.by_sequence is None else row.by_sequence
+    assert nats is not None, f"{row.operator}: no fprop is without an estimate"
+    return nats
 
 
 def _on_backward(

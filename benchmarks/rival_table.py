@@ -21,26 +21,26 @@ from scipy import stats
 import curve
 
 OURS = ("plan", "price", "price, one recipe", "oracle")
-"""Arms that are no rival: plans of ours, and an upper bound that has seen the held-out sequences."""
+"""These arms are no rivals: they are plans of ours, and an upper bound that has seen the held-out sequences."""
 NOTHING = "never"
 TAIL = "last 15% in BF16"
 TIE = ("nvfp4", "gradient norm", "price")
-"""Low path and arms of the first claim."""
+"""The first claim compares these two arms on this low path."""
 DIFFERENT_ERRORS = ("fp8_hybrid",)
-"""Low paths on which the relative errors of operators differ: one scale for a whole tensor."""
+"""On these low paths the relative errors of operators differ, because a whole tensor has one scale."""
 MARGIN, ALPHA, STRICT = 0.1, 0.05, 0.01
-"""Tie: the 95% interval of the difference within this share of the KL. Levels of the other two claims."""
+"""Arms tie if the 95% interval of their difference is within this share of the KL; the others are levels of p."""
 SINGLE_KL = "KL alone"
-"""Nats per token of an operator alone in low precision."""
+"""This column has the nats per token that an operator costs alone in low precision."""
 SAMPLES = 2000
-"""Bootstrap samples of operators."""
+"""An interval of a rank correlation is of so many bootstrap samples of operators."""
 DRAWN = {
     "plan": "plan",
     "gradient norm": "by gradient norm",
     "AutoQuantize, gradient": "AutoQuantize, gradient",
     "first and last": "first and last blocks",
 }
-"""Arms of the figure."""
+"""The figure shows these arms under these labels."""
 
 
 def kls_of(rows: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[str]]:
@@ -74,14 +74,15 @@ def kls_of(rows: Sequence[Mapping[str, Any]]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Return the p-values adjusted over all of them by Holm's method.
+    """Return the p-values adjusted over all of them by Holm's method; NaN is left out, as no test.
 
-    >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
+    >>> holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": math.nan})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
     """
+    tested = {name: p for name, p in p_values.items() if not math.isnan(p)}
     adjusted, largest = {}, 0.0
-    for at, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
-        largest = max(largest, min(1.0, p * (len(p_values) - at)))
+    for at, (name, p) in enumerate(sorted(tested.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, p * (len(tested) - at)))
         adjusted[name] = largest
     return adjusted
 
@@ -117,18 +118,18 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
         saved_by_oracle = (nothing[low] - kls["oracle"]).mean() if "oracle" in kls else math.nan
         for row in cell.itertuples():
             saved = (nothing[low] - row.kls).mean()
-            found = {"low": low, "budget": budget, "arm": row.arm, "n": len(row.kls), "draws": row.draws}
-            found |= {"extra": row.extra, "pins": row.pins, "kl": row.kls.mean(), "half_width": half_width(row.kls)}
-            found |= {"removed": saved / nothing[low].mean(), "same_top": row.same_top.mean()}
+            of_arm = {"low": low, "budget": budget, "arm": row.arm, "n": len(row.kls), "draws": row.draws}
+            of_arm |= {"extra": row.extra, "pins": row.pins, "kl": row.kls.mean(), "half_width": half_width(row.kls)}
+            of_arm |= {"removed": saved / nothing[low].mean(), "same_top": row.same_top.mean()}
             if row.draws > 1:
-                found |= {"lowest": row.lowest, "highest": row.highest}
+                of_arm |= {"lowest": row.lowest, "highest": row.highest}
             if "oracle" in kls:
-                found["of_oracle"] = saved / saved_by_oracle
+                of_arm["of_oracle"] = saved / saved_by_oracle
             if row.arm in more:
-                found |= {"more": more[row.arm].mean(), "more_half_width": half_width(more[row.arm])}
-            if row.arm in rivals:
-                found |= {"p_plan_less": p_less[row.arm], "p_plan_more": p_more[row.arm]}
-            rows.append({key: v.item() if isinstance(v, np.generic) else v for key, v in found.items()})
+                of_arm |= {"more": more[row.arm].mean(), "more_half_width": half_width(more[row.arm])}
+            if row.arm in p_less:
+                of_arm |= {"p_plan_less": p_less[row.arm], "p_plan_more": p_more[row.arm]}
+            rows.append({key: v.item() if isinstance(v, np.generic) else v for key, v in of_arm.items()})
     return rows
 
 

@@ -1,4 +1,4 @@
-"""A head-to-head of plans: the KL that each way to choose recipes leaves, at the same counted time.
+"""A head-to-head of plans: the KL that each way to choose recipes leaves, within one budget of counted time.
 
     python benchmarks/rivals.py run smollm2 .cache/smollm2 wikitext2-test.txt
     python benchmarks/rivals.py run whisper .cache/whisper .cache/whisper/speech    # see whisper.py
@@ -64,6 +64,7 @@ from gnmr.plan.diagnose import diagnose
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.knapsack import Choice, Prices, choose, guessed, pin_in_order
 from gnmr.records import output
+from rows import Rows
 from timing import header
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,7 +179,7 @@ class LowPath:
         items, rows = [*self.times], {(row.operator, row.gemm): row for row in self.diagnosis.rows}
         values: dict[str, list[Any]] = {"name": [name for name, _ in items]}
         values |= {score: [of_score[item][self.low] for item in items] for score, of_score in prices.items()}
-        return values | {"estimate": [rows[item].by_sequence for item in items]}
+        return values | {"estimate": [rival_scores.estimate_of(rows[item]) for item in items]}
 
     @cached_property
     def _libraries(self) -> dict[str, rival_scores.AutoQuantize]:
@@ -237,14 +238,14 @@ class LowPath:
     def cells(self, arms: Sequence[str], budgets: Sequence[float]) -> Iterator[Cell]:
         """Yield the plans that are wanted, arm by arm."""
         yield Cell(self.low, rival_table.NOTHING, 0.0, 0)
-        own = self.extra(self.tail) if rival_table.TAIL in arms else None
         for arm in arms:
             if arm == rival_table.TAIL or (arm == "price, one recipe" and len(self.rescues) == 1):
                 continue
             for budget in budgets:
                 yield from (Cell(self.low, arm, budget, draw) for draw in range(DRAWS if arm == "random" else 1))
-        if own is not None:
-            yield from (Cell(self.low, arm, own, 0) for arm in ("plan", "price", rival_table.TAIL))
+        if rival_table.TAIL in arms:
+            extra_of_tail = self.extra(self.tail)
+            yield from (Cell(self.low, arm, extra_of_tail, 0) for arm in ("plan", "price", rival_table.TAIL))
 
     def pins(self, cell: Cell) -> Pins:
         """Return the plan of an arm."""
@@ -256,8 +257,8 @@ class LowPath:
             return self.library(LIBRARY[cell.arm]).within(cell.budget, self.extra)
         if cell.arm in RULES:
             order = guessed(RULES[cell.arm], self.operators, seed=cell.draw)
-            given = self.diagnosis.prices, self.times, self.low
-            return _fprop(pin_in_order(order, *given, self.rescues[0], cell.budget))
+            priced = self.diagnosis.prices, self.times, self.low
+            return _fprop(pin_in_order(order, *priced, self.rescues[0], cell.budget))
         if cell.arm == "plan":
             return self.selected(cell.budget)
         if cell.arm == "oracle":
@@ -323,28 +324,15 @@ def _by_key(plans: Iterable[Pins]) -> dict[str, Pins]:
     return {key_of(pins): pins for pins in plans}
 
 
-class Rows:
-    """A file of rows that are appended one by one; an incomplete last line is removed."""
+def _values(rows: Rows, kind: str, *keys: str) -> set[tuple[Any, ...]]:
+    """Return the values of these keys in all rows of a kind."""
+    return {tuple(row[key] for key in keys) for row in rows.rows if row["kind"] == kind}
 
-    def __init__(self, file: Path) -> None:
-        """Read the rows that are there."""
-        self.file = file
-        text = file.read_text() if file.exists() else ""
-        if not text.endswith("\n"):
-            text = text[: text.rfind("\n") + 1]
-            if file.exists():
-                file.write_text(text)
-        self.rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row, and write it to the file before anything else happens."""
-        self.rows.append(dict(row))
-        with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def of(self, kind: str, *keys: str) -> set[tuple[Any, ...]]:
-        """Return the values of these keys in all rows of a kind."""
-        return {tuple(row[key] for key in keys) for row in self.rows if row["kind"] == kind}
+def tokens_digest(measured: Measured) -> str:
+    """Return the SHA-256 of the tokens of all batches."""
+    batches = (*measured.batches, *measured.selection, *measured.held_out)
+    return hashlib.sha256(b"".join(batch.tokens.cpu().numpy().tobytes() for batch in batches)).hexdigest()
 
 
 def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -358,12 +346,15 @@ def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     rows = Rows(asked.results / f"rivals-{asked.name}.jsonl")
     if unknown := [*({*asked.arms} - {*ARMS}), *({*asked.low} - {*RESCUES})]:
         parser.error(f"{unknown[0]}: is none of {', '.join((*ARMS, *RESCUES))}")
-    settings = json.loads(json.dumps({key: getattr(asked, key) for key in ("sequences", "length", "budgets", "low")}))
-    if rows.rows and rows.rows[0]["settings"] != settings:
-        parser.error(f"{rows.file} has other settings, {rows.rows[0]['settings']}: use another NAME")
     measured = load(asked.checkpoint, asked.text, asked.sequences, asked.length)
+    settings = {key: getattr(asked, key) for key in ("sequences", "length", "budgets", "low")}
+    origin = {"settings": settings, "subject": dict(measured.facts), "tokens": tokens_digest(measured)}
     if not rows.rows:
-        rows.append({"kind": "settings", "settings": settings, "subject": dict(measured.facts)} | header())
+        rows.append({"kind": "settings", **origin} | header())
+    for key, value in json.loads(json.dumps(origin)).items():
+        # Rows of earlier commits have no digest of the tokens.
+        if (recorded := rows.rows[0].get(key, value)) != value:
+            parser.error(f"{rows.file} was begun with {key} {recorded}, not {value}: use another NAME")
     held_out = SequenceKls(measured, measured.held_out)
     for low in asked.low:
         path = LowPath(measured, low, asked.state / f"rivals-{asked.name}")
@@ -374,12 +365,12 @@ def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
                 plan = {"kind": "plan", **cell._asdict(), "extra": path.extra(pins), "key": key_of(pins), "pins": pins}
                 rows.append(plan)
             what = f"{low} {cell.arm} {cell.budget:.1%}: +{plan['extra']:.2%}, {len(plan['pins'])} operators"
-            if (low, plan["key"]) not in rows.of("kl", "low", "key"):
+            if (low, plan["key"]) not in _values(rows, "kl", "low", "key"):
                 kls = held_out.of(low, plan["pins"])
                 rows.append({"kind": "kl", "low": low, "key": plan["key"], **kls})
                 what += f", {sum(kls['kls']) / len(kls['kls']):.4g} nats"
             print(what, flush=True)
-        if "oracle" in asked.arms and (low,) not in rows.of("operators", "low"):
+        if "oracle" in asked.arms and (low,) not in _values(rows, "operators", "low"):
             rows.append({"kind": "operators", "low": low, "of_operators": path.of_operators()})
     rows.append({"kind": "complete", "arms": asked.arms})
 

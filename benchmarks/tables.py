@@ -33,7 +33,7 @@ import yaml
 
 import rival_table
 from gnmr.lab.report.layout import NOTHING, interval_text, measure, percent, relative, whole_percent
-from gnmr.lab.report.statistics import Family, Share, judge, p_text, stat
+from gnmr.lab.report.statistics import Contrast, Family, Share, judge, p_text, stat
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ROOT / "benchmarks" / "families.yaml"
@@ -112,6 +112,7 @@ def numbers_of_family(name: str, cells: dict[str, list[list[Row]]], family: Fami
     texts = {
         f"{name}/n": str(family.n),
         f"{name}/cost": NOTHING if family.gap is None else relative(family.gap.estimate),
+        f"{name}/cost between": _between(family.gap),
         f"{name}/p": _p(family.p_gate),
         f"{name}/smallest": whole_percent(max(smallest, default=None)),
     }
@@ -145,18 +146,30 @@ def numbers_of_family(name: str, cells: dict[str, list[list[Row]]], family: Fami
 
 
 def numbers_of_plans(name: str, record: Path) -> dict[str, str]:
-    """Return the texts of a table of plans.py, by NAME_LOW/ARM at BUDGET/WHAT; p is adjusted, and against the plan."""
+    """Return the texts of a table of plans.py, by NAME_LOW/ARM at BUDGET/WHAT; p is adjusted, and against the plan.
+
+    The gap and the number of checkpoints are also by NAME_LOW/WHAT, if all rows of this family have the same.
+    """
     texts: dict[str, str] = {}
+    of_families: dict[str, set[str]] = {}
     for row in json.loads(record.read_text())["rows"]:
         family = "_".join([name, *([row["base"]] if "base" in row else []), row["low"]])
         arm = f"{family}/{row['arm']} at {100 * row['budget']:.3g}%"
         interval = (row["closed_low"], row["closed_high"])
         share = None if row["closed"] is None else Share(row["closed"], interval)
-        of_arm_texts = {"p": _p(row.get("p_adjusted")), **_share_texts(share)}
+        of_replicates = {"gap": f"{row['gap']:.2g}", "checkpoints": str(row["checkpoints"])}
+        of_arm_texts = {"p": _p(row.get("p_adjusted")), **_share_texts(share), **of_replicates}
         texts |= {f"{arm}/{what}": text for what, text in of_arm_texts.items()}
-        texts[f"{family}/gap"] = f"{row['gap']:.2g}"
-        texts[f"{family}/checkpoints"] = str(row["checkpoints"])
-    return texts
+        for what, text in of_replicates.items():
+            of_families.setdefault(f"{family}/{what}", set()).add(text)
+    return texts | {name: next(iter(same)) for name, same in of_families.items() if len(same) == 1}
+
+
+def _between(gap: Contrast | None) -> str:
+    """Return the 95% interval of the cost of low precision, in perplexity."""
+    if gap is None or gap.interval is None:
+        return NOTHING
+    return " to ".join(map(relative, gap.interval))
 
 
 def _p(value: float | None) -> str:

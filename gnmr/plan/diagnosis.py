@@ -389,8 +389,8 @@ class Diagnosis:
     def compared(self) -> dict[str, dict[str, float | None]]:
         """Return the extra time of the plan and the alternatives, and what they leave, by value and measured.
 
-        `same_top` and `kl_99` are of single tokens (`Cost`), and measured for the plan alone. The result is empty under
-        a plan's pins.
+        `same_top` and `kl_99` are of single tokens (`PathCost`), and measured for the plan alone. The result is empty
+        under a plan's pins.
         """
         table: dict[str, dict[str, float | None]] = {}
         for name, choices in ({} if self.pins else {"plan": [self.choice()], **self.alternatives}).items():

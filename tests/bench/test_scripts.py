@@ -32,8 +32,8 @@ if not BENCHMARKS.is_dir():
     pytest.skip("no checkout: benchmarks/ is not in the wheel", allow_module_level=True)
 
 sys.path[:0] = [str(BENCHMARKS), str(Path(__file__).parents[1] / "doctor")]
-divergence, gpu, growth, plans, price, step, timing = map(
-    import_module, ("divergence", "gpu", "growth", "plans", "price", "step", "timing")
+divergence, gpu, growth, plans, price, step, tables, timing = map(
+    import_module, ("divergence", "gpu", "growth", "plans", "price", "step", "tables", "timing")
 )
 Forks = plans.Forks
 
@@ -376,6 +376,16 @@ def test_each_score_chooses_by_its_own_numbers() -> None:
         assert [*plans.pins_of(plans.Cell("a", "nvfp4", arm, area * 1.001, 0), other).pins] == [last]
 
 
+def test_a_plan_by_estimates_takes_those_by_token_where_there_are_none_by_sequence() -> None:
+    from plausible import diagnosis
+
+    priced = diagnosis(6)
+    last = [*priced.operators][-1]
+    rows = [row if row.operator != last else replace(row, by_sequence=None, by_token=1e3) for row in priced.rows]
+    cell = plans.Cell("a", "nvfp4", "price, estimated", 0.1, 0)
+    assert last in plans.pins_of(cell, replace(priced, rows=tuple(rows))).pins
+
+
 def test_the_fraction_closed_and_its_test_by_hand() -> None:
     """In orders 0 to 2 the plan closes 90%, 80% and 100%, and BF16 50%, 60% and 40%. Order 3 lacks the plan."""
     frame = pd.DataFrame(rows_of(LOSSES))
@@ -419,6 +429,34 @@ def test_the_unit_of_a_table_is_the_checkpoint() -> None:
     assert bf16["plan_more_nats_half_width"] == pytest.approx(12.7062 * 0.2, rel=1e-4)
     one_base = [row for row in rows if row["base"] == "a"]
     assert plans.table(pd.DataFrame(one_base))[1]["p"] < 1e-6  # of its orders, which are all alike
+    one_fork = [row for row in one_base if row["order"] == 0]
+    assert not {"p", "p_adjusted", "detectable"} & {*plans.table(pd.DataFrame(one_fork))[1]}  # nothing to test
+
+
+def test_a_low_path_whose_gap_is_not_shown_has_no_rows() -> None:
+    """Gaps of 1, 0 and 1.1 nats are 0.7 ± 1.51. The other arms ran in order 0 alone, and another low path is there."""
+    begun = rows_of({"never": [3.0, 3.0, 3.0], "always": [2.0, 3.0, 1.9], "plan": [2.1], "bf16": [2.5]}, low="mxfp4")
+    whole = rows_of(LOSSES)
+    assert plans.table(pd.DataFrame([*begun, *whole])) == plans.table(pd.DataFrame(whole)) != []
+    assert plans.table(pd.DataFrame(begun)) == []
+    shown = [row | {"loss": 2.0} if row["arm"] == "always" else row for row in begun]
+    assert [row["n"] for row in plans.table(pd.DataFrame(shown))] == [1, 1]
+    one_replicate = [row for row in begun if row["order"] == 0]
+    assert len(plans.table(pd.DataFrame(one_replicate))) == 2, "which decides nothing"
+
+
+def test_numbers_of_a_family_are_those_that_all_rows_share(tmp_path: Path) -> None:
+    row = {"low": "nvfp4", "arm": "plan", "budget": 0.1, "gap": 0.5, "checkpoints": 6, "p_adjusted": 0.03}
+    row |= {"closed": 0.8, "closed_low": 0.7, "closed_high": 0.9}
+    other = row | {"budget": 0.3, "gap": 0.25}
+    record = tmp_path / "table.json"
+    record.write_text(json.dumps({"rows": [row, other]}))
+    texts = tables.numbers_of_plans("a", record)
+    assert "a_nvfp4/gap" not in texts and texts["a_nvfp4/checkpoints"] == "6"
+    assert (texts["a_nvfp4/plan at 10%/gap"], texts["a_nvfp4/plan at 30%/gap"]) == ("0.5", "0.25")
+    assert texts["a_nvfp4/plan at 30%/recovered"] == "80% (70 to 90)"
+    record.write_text(json.dumps({"rows": [row, row | {"arm": "last"}]}))
+    assert tables.numbers_of_plans("a", record)["a_nvfp4/gap"] == "0.5"
 
 
 def test_a_ratio_over_noise_has_no_interval() -> None:
@@ -428,8 +466,9 @@ def test_a_ratio_over_noise_has_no_interval() -> None:
     held = np.mean([low <= 0.5 <= high for low, high in limits])
     assert abs(held - 0.95) < 0.015  # a standard error of 0.005
     assert plans.fieller(above[0], below[0] - below[0].mean() + 0.1) == (None, None, None)
-    losses = LOSSES | {"always": [2.9, 3.3, 3.0, 3.4]}
-    plan, *_ = plans.table(pd.DataFrame(rows_of(losses)))
+    noisy = LOSSES | {"always": [2.1, 3.3, 2.3, 3.3]}  # gaps of 0.9, -0.1, 0.8 and 0 nats
+    both = [*rows_of(LOSSES), *(row | {"base": "b"} for row in rows_of(noisy))]
+    plan, *_ = plans.table(pd.DataFrame(both))
     assert plan["closed"] is None and plan["saved"] == pytest.approx(0.9)
 
 
@@ -473,11 +512,11 @@ def test_forks_are_kept_one_by_one(tmp_path: Path, call: Call, monkeypatch: pyte
     asked = ["forks", out, "training.eval_sequences=60", "--orders", "2", "--budgets", "0.1", "--low", "mxfp4,nvfp4"]
     asked += ["--arms", ";".join(chosen := ("plan", "by element", "random", "last"))]
     call(plans, *asked)
-    cells = [astuple(cell)[1:3] for cell in plans.recorded([out])]
+    cells = [astuple(cell)[1:3] for cell in plans.recorded([plans.Rows(out)])]
     both = ["never", "always"] * 2
     arms = [arm for arm in chosen for _ in range(2 if arm == "random" else 1)]
     assert cells == [("mxfp4", arm) for arm in both] + [("nvfp4", arm) for arm in (*both, *arms, *arms)]
-    drawn = [(cell.order, cell.draw) for cell in plans.recorded([out]) if cell.arm == "random"]
+    drawn = [(cell.order, cell.draw) for cell in plans.recorded([plans.Rows(out)]) if cell.arm == "random"]
     assert drawn == [(0, 0), (0, 2), (1, 1), (1, 3)]
     assert "no other arm of mxfp4" in capsys.readouterr().out and made[1] == "mxfp4 always 0"
     before = len(made)
@@ -540,8 +579,9 @@ def test_the_kl_that_plans_leave_on_a_run(
     run, out = train(tmp_path / "a", *words), tmp_path / "kl.jsonl"
     asked = ["kl", out, "--base", run, "--low", "nvfp4", "--budgets", "0.1,0.2", "--held-out", "2"]
     call(plans, *asked)
-    rows = {(cell.arm, cell.budget): row for cell, row in plans.recorded([out]).items()}
-    assert len(rows) == 2 + 2 * len(plans.ARMS) and "nvfp4 costs" in capsys.readouterr().out
+    rows = {(cell.arm, cell.budget): row for cell, row in plans.recorded([plans.Rows(out)]).items()}
+    assert {arm for arm, _ in rows} == {"never", *plans.ARMS} - {"price, estimated"}, "which is to be asked for"
+    assert len(rows) == 2 + 2 * (len(plans.ARMS) - 1) and "nvfp4 costs" in capsys.readouterr().out
     assert all(0 <= row["extra"] <= row["budget"] and row["error"] < row["kl"] for row in rows.values())
     assert rows["mxfp8", 1.001]["pins"] == 14 and rows["mxfp8", 1.001]["kl"] < rows["never", 0.0]["kl"]
     assert rows["plan", 0.2]["kl"] <= rows["plan", 0.1]["kl"] < rows["never", 0.0]["kl"]

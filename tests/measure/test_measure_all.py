@@ -179,7 +179,13 @@ def test_a_model_that_cannot_be_followed_is_measured_by_whole_passes() -> None:
 @pytest.mark.filterwarnings("ignore:Residual cannot be run block by block")
 @pytest.mark.parametrize(
     "damage",
-    [b"", b'{"step": 9, "ba', b"no row\n", b'{"step": 9}\n', b'{"step": 9, "batch": 1, "variant": "all", "kl": [[1]]}\n'],
+    [
+        b"",
+        b'{"step": 9, "ba',
+        b"no row\n",
+        b'{"step": 9}\n',
+        b'{"step": 9, "batch": 1, "variant": "all", "kl": [[1]], "loss": 1.0}\n',
+    ],
     ids=["whole", "cut off", "damaged", "without numbers", "of another shape"],
 )
 def test_whole_passes_that_were_interrupted_go_on(damage: bytes, tmp_path: Path) -> None:
