@@ -140,6 +140,14 @@ def test_the_words_about_the_case_are_its_record():
     assert told.groups()[2:] == (f"{nvfp4['held_out']['kl']:.3g}", f"{plan['kl_left']:.3g}", f"{plan['noise']:.2g}")
 
 
+def test_what_a_diagnosis_prints_of_tokens_is_its_record():
+    fp8, page = record("diagnosis-smollm2-fp8"), (tables.ROOT / "docs" / "diagnose.md").read_text()
+    low, plan = fp8["held_out"], fp8["choices"]["plan"]
+    words = f"{low['same_top']:.1%} of tokens and {low['kl_99']:.3f} nats on fp8_hybrid; "
+    words += f"{plan['same_top']:.1%} of tokens and {plan['kl_99']:.3f} nats under the plan"
+    assert words in " ".join(page.split())
+
+
 def rows_of_rivals(name: str) -> list[dict[str, Any]]:
     return [row for row in record(f"rivals-{name}")["rows"] if row["budget"] in BUDGETS]
 
