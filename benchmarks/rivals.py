@@ -49,6 +49,7 @@ import pandas as pd
 import torch
 from scipy.stats import sem
 from torch import Tensor, nn
+from torch.nn.functional import nll_loss
 
 import rival_scores
 import rival_table
@@ -290,6 +291,14 @@ class SequenceKls:
             outputs = [measured.run(measured.model, batch) for batch in batches]
         self._exact = [(torch.log_softmax(logits.float(), dim=-1), targets) for logits, targets in outputs]
 
+    @property
+    def exact_loss(self) -> float:
+        """The mean loss of the model without low precision, in nats per token."""
+        losses = [
+            nll_loss(log_p.flatten(0, 1), targets.flatten(), ignore_index=IGNORED) for log_p, targets in self._exact
+        ]
+        return float(torch.stack(losses).mean())
+
     @torch.no_grad()
     def of(self, low: str, pins: Pins) -> dict[str, list[float]]:
         """Return by sequence the KL per token, and the share of tokens whose top prediction is unchanged."""
@@ -329,10 +338,16 @@ def _values(rows: Rows, kind: str, *keys: str) -> set[tuple[Any, ...]]:
     return {tuple(row[key] for key in keys) for row in rows.rows if row["kind"] == kind}
 
 
-def tokens_digest(measured: Measured) -> str:
-    """Return the SHA-256 of the tokens of all batches."""
-    batches = (*measured.batches, *measured.selection, *measured.held_out)
-    return hashlib.sha256(b"".join(batch.tokens.cpu().numpy().tobytes() for batch in batches)).hexdigest()
+def other_than(first: Mapping[str, Any], origin: Mapping[str, Any]) -> str:
+    """Return in words how a run's origin differs from that in its first row; empty if it does not."""
+    for group in ("settings", "subject"):
+        for key, value in json.loads(json.dumps(origin[group])).items():
+            if first[group].get(key) != value:
+                return f"{key} {first[group].get(key)}, not {value}"
+    # It tells apart models of one shape, and texts. Rows of earlier commits lack it; threads change its last digits.
+    loss = first.get("exact_loss", origin["exact_loss"])
+    same = math.isclose(loss, origin["exact_loss"], rel_tol=1e-4)
+    return "" if same else f"another model or text: a loss of {loss:.5g}, not {origin['exact_loss']:.5g}"
 
 
 def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -348,14 +363,12 @@ def run(asked: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"{unknown[0]}: is none of {', '.join((*ARMS, *RESCUES))}")
     measured = load(asked.checkpoint, asked.text, asked.sequences, asked.length)
     settings = {key: getattr(asked, key) for key in ("sequences", "length", "budgets", "low")}
-    origin = {"settings": settings, "subject": dict(measured.facts), "tokens": tokens_digest(measured)}
+    held_out = SequenceKls(measured, measured.held_out)
+    origin = {"settings": settings, "subject": dict(measured.facts), "exact_loss": held_out.exact_loss}
     if not rows.rows:
         rows.append({"kind": "settings", **origin} | header())
-    for key, value in json.loads(json.dumps(origin)).items():
-        # Rows of earlier commits have no digest of the tokens.
-        if (recorded := rows.rows[0].get(key, value)) != value:
-            parser.error(f"{rows.file} was begun with {key} {recorded}, not {value}: use another NAME")
-    held_out = SequenceKls(measured, measured.held_out)
+    if difference := other_than(rows.rows[0], origin):
+        parser.error(f"{rows.file} was begun with {difference}; use another NAME")
     for low in asked.low:
         path = LowPath(measured, low, asked.state / f"rivals-{asked.name}")
         plans = {tuple(row[key] for key in Cell._fields): row for row in rows.rows if row["kind"] == "plan"}

@@ -14,14 +14,15 @@ class Rows:
     def __init__(self, file: Path) -> None:
         """Read the rows that are there; a missing file has none."""
         self.file = file
-        complete, _, self._torn = (file.read_bytes() if file.exists() else b"").rpartition(b"\n")
+        content = file.read_bytes() if file.exists() else b""
+        complete, newline, _ = content.rpartition(b"\n")
+        self._read, self._end = len(content), len(complete + newline)
         self.rows: list[dict[str, Any]] = [json.loads(line) for line in complete.splitlines()]
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row, and write it to the file before anything else happens."""
         with self.file.open("ab") as file:
-            if self._torn:
-                file.truncate(file.tell() - len(self._torn))
-                self._torn = b""
+            if file.tell() == self._read > self._end:  # nobody else has written since
+                file.truncate(self._end)
             file.write(json.dumps(row).encode() + b"\n")
         self.rows.append(dict(row))

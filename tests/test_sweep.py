@@ -138,8 +138,8 @@ def test_a_failure_on_another_machine_fails_the_sweep(gnmr, tiny_words, monkeypa
     monkeypatch.setitem(Plugins.instance().class_name_to_class, name, ElsewhereLauncher)
     ended = gnmr("train", *tiny_words, "controller.alpha=-1,-2", f"hydra.launcher._target_={name}", "-m")
     assert ended.code == 2 and "Traceback" not in ended.err
-    assert ended.err.splitlines()[-1].startswith("gnmr: controller.alpha=-1")
-    assert "#1 failed: controller.alpha=-2" in ended.out
+    assert ended.err.splitlines()[-1].startswith("gnmr: #0 failed: controller.alpha=-1")
+    assert "#1 failed: controller.alpha=-2" in ended.out, "the first one did not stop it"
 
 
 @pytest.mark.slow

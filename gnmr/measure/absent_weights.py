@@ -16,7 +16,6 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -174,7 +173,7 @@ def refuse_other_batches(model: nn.Module, batches: Iterable[Any], key: str = "b
     digest = hashlib.sha256()
     for batch in batches:
         digest.update(b"batch")
-        add_content(digest, batch)
+        _add_to(digest, batch)
     for mesh in meshes:
         for group in mesh.get_all_groups():
             digests: list[Any] = [None] * torch.distributed.get_world_size(group)
@@ -183,18 +182,18 @@ def refuse_other_batches(model: nn.Module, batches: Iterable[Any], key: str = "b
             require(len(set(digests)) == 1, key, "...", right)
 
 
-def add_content(digest: Any, tree: Any) -> None:
-    """Add the numbers and words of a batch to a digest of hashlib; objects of other kinds are left out."""
+def _add_to(digest: Any, tree: Any) -> None:
+    """Add the numbers and words of a batch to a digest; objects of other kinds say nothing."""
     if isinstance(tree, Tensor):
         values = tree.detach().cpu().contiguous()
         digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.flatten().view(torch.uint8).numpy())
-    elif isinstance(tree, Mapping) or (is_dataclass(tree) and not isinstance(tree, type)):
-        for name, branch in (tree if isinstance(tree, Mapping) else vars(tree)).items():
+        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(tree, Mapping):
+        for name, branch in tree.items():
             digest.update(f"{name}".encode())
-            add_content(digest, branch)
+            _add_to(digest, branch)
     elif isinstance(tree, list | tuple):
         for branch in tree:
-            add_content(digest, branch)
+            _add_to(digest, branch)
     elif isinstance(tree, int | float | str):
         digest.update(f"{tree} ".encode())

@@ -15,12 +15,13 @@ shapes that they would see in a pass of the whole model, so that the results are
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,10 @@ class _BlockCall:
         if self.hidden_name is None:
             return block(hidden, *self.positional, **self.named)
         return block(*self.positional, **{self.hidden_name: hidden}, **self.named)
+
+
+_Entering = tuple[Tensor, list[_BlockCall], Any]
+"""Hidden states before block 0, arguments of each block, what block 0 returns."""
 
 
 @contextmanager
@@ -183,8 +188,8 @@ class BlockByBlock:
             batches: batches of token ids.
             variants: the copies by name.
             first_place: number of the first batch, which seeds PyTorch's generator as in a pass of the whole model.
-            state: a file that is written after each block, with which a measurement that was interrupted goes on. It is
-                for these batches, variants and weights alone; `ForwardPasses.outputs` has their digest in its name.
+            state: a file that is written after each block, with which a measurement that was interrupted goes on. If
+                it is of other variants, recipes, batches or weights, it is not used, and written anew.
             around_exact: returns a context for the calls of the exact model.
 
         Raises:
@@ -195,10 +200,11 @@ class BlockByBlock:
         exact = [hidden for hidden, _, _ in calls]
         copies: list[dict[str, Tensor]] = [{} for _ in batches]
         births = {name: self._first_block(variant) for name, variant in variants.items()}
-        begin = 0
-        # Continue after the last block whose hidden states were saved.
-        if state is not None and state.exists():
-            begin = _load_state(state, exact, copies, [*variants])
+        begin, paths = 0, paths_digest(self.converted, self._recipes, variants)
+        # Continue after the last block whose hidden states were saved, if the exact ones are those of this measurement.
+        saved = None if state is None else _load_state(state, paths, [*variants], exact[0].device)
+        if saved is not None and _equal(saved.exact, self._exact_after(saved.blocks, calls)):
+            begin, exact, copies = saved
             self.advance(self.calls(len(batches), variants, before=begin))
         for place, block in enumerate(self.blocks.modules[begin:], begin):
             with self._loaded(place):
@@ -214,7 +220,8 @@ class BlockByBlock:
                     with self._on_paths(place, Variant(())), around_exact():
                         exact[at] = _hidden_of(block_calls[place](block, exact[at]), exact[at])
                     self._after_call()
-            if state is not None and not _save_state(state, place + 1, exact, copies, [*variants]):
+            at_block = _Saved(place + 1, exact, copies)
+            if state is not None and not _save_state(state, at_block, paths, [*variants]):
                 state = None
         # The head turns what left the last block into outputs; each copy is dropped afterwards.
         for at, (batch, (_, _, like)) in enumerate(zip(batches, calls, strict=True)):
@@ -327,14 +334,24 @@ class BlockByBlock:
             for operator in operators:
                 operator.switch(True)
 
+    def _exact_after(self, blocks: int, calls: Sequence[_Entering]) -> list[Tensor]:
+        """Return the hidden states of the exact model after this number of blocks, by batch."""
+        exact = [hidden for hidden, _, _ in calls]
+        for place, block in enumerate(self.blocks.modules[:blocks]):
+            with self._loaded(place), self._on_paths(place, Variant(())):
+                for at, (_, block_calls, _) in enumerate(calls):
+                    exact[at] = _hidden_of(block_calls[place](block, exact[at]), exact[at])
+                    self.converted.end_step()
+        return exact
+
     def _after_call(self) -> None:
         self.converted.end_step()
         self.advance(1)
 
     # ---- the model around its blocks ----
 
-    def entering(self, batch: Any, place: int) -> tuple[Tensor, list[_BlockCall], Any]:
-        """Return (hidden states before block 0, arguments of each block, what block 0 returns).
+    def entering(self, batch: Any, place: int) -> _Entering:
+        """Return what enters the blocks in a pass over a batch.
 
         The model runs with blocks that return their input, so that no weight of a block is read but those of block 0.
         """
@@ -445,10 +462,39 @@ def _refuse_handed_on(call: _BlockCall, like: Any) -> None:
         raise NotFollowed("a block reads more than the hidden states of the one before")
 
 
-def _save_state(
-    file: Path, blocks: int, exact: list[Tensor], copies: list[dict[str, Tensor]], variants: list[str]
-) -> bool:
-    """Write the hidden states after this number of blocks, beside the file and renamed; warn if there is no room.
+class _Saved(NamedTuple):
+    """Hidden states after some blocks."""
+
+    blocks: int
+    """The number of these blocks."""
+    exact: list[Tensor]
+    """Of the exact model, by batch."""
+    copies: list[dict[str, Tensor]]
+    """Of each variant that was born by then, by batch."""
+
+
+def paths_digest(converted: ConvertedModel, recipes: Mapping[str, Recipe], variants: Mapping[str, Variant]) -> str:
+    """Return a digest of the paths of a measurement, whose state is for these alone.
+
+    Args:
+        converted: the operators, with their low and recovery recipes.
+        recipes: recipes that pins name.
+        variants: by name, the operators that are low, and their pins.
+    """
+    operators = [(operator.operator_name, operator.low, operator.recovery) for operator in converted.operators]
+    low_and_pins = [(name, sorted(variant.low), variant.pins) for name, variant in variants.items()]
+    return hashlib.sha256(repr((operators, dict(recipes), low_and_pins)).encode()).hexdigest()
+
+
+def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Return whether two lists have the same tensors, to the last bit."""
+    return len(first) == len(second) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
+
+
+def _save_state(file: Path, state: _Saved, paths: str, variants: list[str]) -> bool:
+    """Write hidden states, beside the file and renamed; warn if there is no room.
 
     A long measurement is worth more than its state, so it goes on without one. Returns whether it was written.
     """
@@ -456,15 +502,20 @@ def _save_state(
     from safetensors.torch import save_file
 
     # Keys are "batch" for the exact model and "batch variant" for a copy.
-    tensors = {f"{at}": hidden for at, hidden in enumerate(exact)}
-    tensors |= {f"{at} {variants.index(name)}": hidden for at, of in enumerate(copies) for name, hidden in of.items()}
+    tensors = {f"{at}": hidden for at, hidden in enumerate(state.exact)}
+    tensors |= {
+        f"{at} {variants.index(name)}": hidden
+        for at, of_batch in enumerate(state.copies)
+        for name, hidden in of_batch.items()
+    }
     contiguous = {key: hidden.contiguous() for key, hidden in tensors.items()}
     beside = file.with_name(f".{file.name}.writing")
     try:
-        save_file(contiguous, beside, metadata={"blocks": f"{blocks}"})
+        save_file(contiguous, beside, metadata={"blocks": f"{state.blocks}", "paths": paths})
         beside.replace(file)
     except (OSError, SafetensorError) as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         warn_of_lost_state(file, error)
         return False
     return True
@@ -475,22 +526,27 @@ def warn_of_lost_state(file: Path, error: Exception) -> None:
     warn(f"{file}: cannot be written ({error}); what is measured from here on is lost if interrupted")
 
 
-def _load_state(file: Path, exact: list[Tensor], copies: list[dict[str, Tensor]], variants: list[str]) -> int:
-    """Put in the hidden states of a file, and return the number of blocks that they have passed."""
+def _load_state(file: Path, paths: str, variants: list[str], device: torch.device) -> _Saved | None:
+    """Return the hidden states of a file; None if there is none, it was cut off, or is of other paths."""
     from safetensors import SafetensorError, safe_open
 
+    exact: dict[int, Tensor] = {}
+    copies: dict[int, dict[str, Tensor]] = {}
     try:
-        state = safe_open(file, framework="pt", device=str(exact[0].device))
-    except SafetensorError:  # cut off where the machine stopped before its disk had everything
-        return 0
-    with state as opened:
-        for key in opened.keys():  # noqa: SIM118
-            at, _, variant = key.partition(" ")
-            if variant:
-                copies[int(at)][variants[int(variant)]] = opened.get_tensor(key)
-            else:
-                exact[int(at)] = opened.get_tensor(key)
-        return int(opened.metadata()["blocks"])
+        with safe_open(file, framework="pt", device=str(device)) as opened:
+            metadata = opened.metadata() or {}
+            if metadata.get("paths") != paths:
+                return None
+            for key in opened.keys():  # noqa: SIM118
+                at, _, variant = key.partition(" ")
+                if variant:
+                    copies.setdefault(int(at), {})[variants[int(variant)]] = opened.get_tensor(key)
+                else:
+                    exact[int(at)] = opened.get_tensor(key)
+    except (OSError, SafetensorError):
+        return None
+    batches = range(len(exact))
+    return _Saved(int(metadata["blocks"]), [exact[at] for at in batches], [copies.get(at, {}) for at in batches])
 
 
 @contextmanager

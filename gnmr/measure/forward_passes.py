@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gnmr.conversion import ConvertedModel
-from gnmr.conversion.reads import is_sharded
 from gnmr.errors import warn
 from gnmr.formats import Recipe
-from gnmr.measure.absent_weights import add_content
-from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant, pinned, warn_of_lost_state
+from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant, paths_digest, pinned, warn_of_lost_state
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.model_output import Output, output_of
 from gnmr.names import Pins
@@ -249,15 +247,13 @@ class ForwardPasses:
             batches: the batches.
             variants: by name, the operators that are low, and their pins.
             before: number of batches that were run before these.
-            state: a file for the state of a long measurement block by block, see `BlockByBlock.outputs`. Its name gets
-                a digest of what is measured.
+            state: a file for the state of a long measurement block by block, see `BlockByBlock.outputs`.
             around_exact: returns a context for the passes with every operator on the recovery path.
-            done: batches and variants that need no pass of the whole model.
+            done: numbers of batches and variants that need no pass of the whole model. The caller may add to it when a
+                batch's recovery path is yielded.
         """
         if self.blocks is not None:
             assert not done, "blocks go on from hidden states"
-            if state is not None:
-                state = self._state_of(state, batches, variants)
             for number, name, result in self.blocks.outputs(
                 batches, variants, before, state=state, around_exact=around_exact
             ):
@@ -273,22 +269,6 @@ class ForwardPasses:
                     continue
                 with self.pinned(variant.pins):
                     yield number, name, self.forward(batch, before + number, low=variant.low)
-
-    def _state_of(self, file: Path, batches: Sequence[Any], variants: Mapping[str, Variant]) -> Path:
-        """Return the path with a digest in the file's name, so that no other measurement goes on from this state.
-
-        The digest is of the recipes, the variants, the numbers in the batches and the weights that are in memory.
-        """
-        recipes = [(o.operator_name, o.low, o.recovery) for o in self.converted.operators]
-        low_and_pins = [(name, sorted(variant.low), variant.pins) for name, variant in variants.items()]
-        digest = hashlib.sha256(repr((recipes, self.rescues, low_and_pins)).encode())
-        add_content(digest, [*batches])
-        for weight in (*self.model.parameters(), *self.model.buffers()):
-            stored: Any = weight
-            shard = stored.to_local() if is_sharded(weight) else weight
-            if type(shard) in (Tensor, nn.Parameter) and not shard.is_meta:
-                add_content(digest, shard)
-        return file.with_stem(f"{file.stem}-{digest.hexdigest()[:16]}")
 
     def reference(self, batch: Any, place: int) -> Output:
         """Run a forward pass with every operator on the recovery path.
@@ -335,14 +315,11 @@ class ForwardPasses:
             f"{rescue} {name}": Variant([name], {name: {"fprop": rescue}}) for rescue in rescues for name in names
         }
         counting = Counting(self.model, self.converted.operators)
-        file = None
-        if state is not None and self.blocks is None:
-            file = self._state_of(state.with_suffix(".jsonl"), batches, variants)
         self.expect(self.passes_of(len(batches), variants) + len(batches))
+        file = None if state is None or self.blocks is not None else state.with_suffix(".jsonl")
         with closing(MeasuredRows(file)) as results:
-            high = self._measure_variants(batches, variants, state, results)
-        measured = results.measured
-        kls = {variant: [measured[number, variant][0] for number in range(len(high))] for variant in variants}
+            high, keys = self._measure_variants(batches, variants, state, results)
+        kls = {variant: [results.measured[key, variant][0] for key in keys] for variant in variants}
         # In passes of their own, because a measurement that goes on does not see the blocks before.
         for _ in self.outputs(batches, {}, around_exact=counting.all):
             pass
@@ -361,7 +338,7 @@ class ForwardPasses:
                 BatchCosts(
                     terms=output.terms,
                     high=output.loss_value,
-                    low=measured[number, "all"][1],
+                    low=results.measured[keys[number], "all"][1],
                     kl=kls["all"][number],
                     numbers={"fprop": np.array([nats[f" {name}"] for name in names])},
                     rescued={"measured": rescued.reshape(len(self.rescues), len(names))},
@@ -376,25 +353,42 @@ class ForwardPasses:
 
     def _measure_variants(
         self, batches: Sequence[Any], variants: Mapping[str, Variant], state: Path | None, results: MeasuredRows
-    ) -> list[Output]:
-        """Measure the KL and the loss of every variant, and return the exact outputs without their logits."""
-        measured, last_variant = results.measured, [*variants][-1]
+    ) -> tuple[list[Output], list[str]]:
+        """Measure the KL and the loss of every variant.
+
+        Returns the exact outputs without their logits, and the keys of the batches in `results`.
+        """
         high: list[Output] = []
-        for number, variant, output in self.outputs(batches, variants, state=state, done={*measured}):
+        keys: list[str] = []
+        done: set[tuple[int, str]] = set()
+        paths, last_variant = paths_digest(self.converted, self.rescues, variants), [*variants][-1]
+        for number, variant, output in self.outputs(batches, variants, state=state, done=done):
             if variant is None:
                 where = f"run of batch {number + 1}"
                 _refuse_without_kl(output, where)
                 output.refuse_not_finite(where, self.model)
                 high.append(output)
+                # An earlier measurement counts if its batch has the same exact output, to the last bit.
+                keys.append(f"{number}" if results.file is None else _output_digest(output, paths))
+                done |= {(number, name) for name in variants if (keys[number], name) in results.measured}
             else:
                 kl = high[number].kl_to(output)
                 assert kl is not None
-                results.write_row(number, variant, kl, output.loss_value)
-                if len(measured) % 32 == 0:
+                results.write_row(keys[number], variant, kl, output.loss_value)
+                if len(results.measured) % 32 == 0:
                     _release_memory()
-            if (number, last_variant) in measured:  # another batch comes, and one pair of logits is held at a time
+            if (keys[number], last_variant) in results.measured:  # one pair of logits is held at a time
                 high[number] = replace(high[number], logits=None, targets=None)
-        return high
+        return high, keys
+
+
+def _output_digest(output: Output, paths: str) -> str:
+    """Return a digest of an exact output, of the positions that count in it, and of the `paths_digest`."""
+    digest = hashlib.sha256(f"{paths} {output.loss_value!r}".encode())
+    for tensor in (output.logits, output.targets):
+        if tensor is not None:
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def _release_memory() -> None:
@@ -409,16 +403,17 @@ def _release_memory() -> None:
 
 
 class MeasuredRows:
-    """What passes of the whole model measured, by batch and variant, in a file that a later measurement goes on from.
+    """What passes of the whole model measured, in a file that a later measurement goes on from.
 
     A long measurement is worth more than its file, so it goes on without one if the disk is full.
     """
 
     def __init__(self, file: Path | None) -> None:
         """Read the rows that are there, up to one that was cut off or is damaged, and remove what follows them."""
-        self.measured: dict[tuple[int, str], tuple[np.ndarray, float]] = {}
-        """By (number of the batch, variant): (KL, tokens that count) of each sequence, (S, 2), and the loss."""
-        self._file: JsonLines | None = None
+        self.measured: dict[tuple[str, str], tuple[np.ndarray, float]] = {}
+        """By (key of the batch, variant): (KL, tokens that count) of each sequence, (S, 2), and the loss."""
+        self.file: JsonLines | None = None
+        self._number_of_rows = 0
         if file is None:
             return
         end = 0
@@ -429,31 +424,33 @@ class MeasuredRows:
             except (KeyError, TypeError, ValueError):
                 break
             end = after
+            self._number_of_rows = row["step"] + 1
         try:
             if file.exists():
                 truncate(file, end)
-            self._file = JsonLines(file, ("step", "batch", "variant", "kl", "loss"))
+            self.file = JsonLines(file, ("step", "batch", "variant", "kl", "loss"))
         except OSError as error:
             warn_of_lost_state(file, error)
 
-    def write_row(self, batch: int, variant: str, kl: np.ndarray, loss: float) -> None:
+    def write_row(self, batch: str, variant: str, kl: np.ndarray, loss: float) -> None:
         """Add a row to `measured`, and write it to the file at once."""
-        row = {"step": len(self.measured), "batch": batch, "variant": variant, "kl": kl.tolist(), "loss": loss}
+        row = {"step": self._number_of_rows, "batch": batch, "variant": variant, "kl": kl.tolist(), "loss": loss}
         self.measured[batch, variant] = kl, loss
-        if self._file is None:
+        self._number_of_rows += 1
+        if self.file is None:
             return
         try:
-            self._file.write([row])
+            self.file.write([row])
         except OSError as error:
-            warn_of_lost_state(self._file.path, error)
+            warn_of_lost_state(self.file.path, error)
             self.close()
 
     def close(self) -> None:
         """Close the file, if there is one."""
-        if self._file is not None:
+        if self.file is not None:
             with suppress(OSError):  # a row that did not fit is written again
-                self._file.close()
-            self._file = None
+                self.file.close()
+            self.file = None
 
 
 def _has_kl(output: Output) -> bool:

@@ -97,7 +97,7 @@ def diagnose(
     kv_cast: str = KV_CAST,
     terms: Callable[[Any], int] | None = None,
     weights: Callable[[str], Tensor] | str | PathLike[str] | None = None,
-    state: Path | None = None,
+    state: str | PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Diagnosis:
     """Measure what every GEMM of the model's linears costs under `recipe`.
@@ -150,7 +150,8 @@ def diagnose(
             parameters on the meta device; they are then read one after the other. `run` gives logits, or these and
             targets. A checkpoint's folder is for a model that has none of its weights.
         state: with measure="all", a folder in which the measurement keeps its state, and goes on from there if it is
-            interrupted. A measurement of other recipes, batches, or weights in memory does not read it.
+            interrupted. What is there of other recipes, batches or weights is not used, and replaced. Not for a model
+            that is sharded over processes.
         progress: see `Progress`.
 
     Raises:
@@ -186,7 +187,9 @@ def diagnose(
     )
     paths.check(model)
     held_out = list(held_out)
-    if any(map(is_sharded, model.parameters())):  # each process measures everything, and gathers weights with others
+    if any(map(is_sharded, model.parameters())):
+        require(state is None, "state", f"{state}", "the processes of a sharded model cannot share one")
+        # Each process measures everything, and gathers weights with others.
         batches = list(batches)
         refuse_other_batches(model, batches)
         refuse_other_batches(model, held_out, "held_out")
@@ -229,7 +232,7 @@ def diagnose(
             fused=fused,
             budget=budget,
             confirm=confirm,
-            state=state,
+            state=None if state is None else Path(state),
         )
         return measurement.diagnosis(batches, held_out)
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gnmr.lab.data.batch import Batch
 from gnmr.measure.gemm_costs import GemmCost
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -194,41 +193,38 @@ def test_an_incomplete_row_is_replaced_by_the_next_one(tmp_path: Path) -> None:
     assert rivals.Rows(file).rows == rows.rows == [{"a": "é"}, {"b": 2}, {"c": 3}]
 
 
-class AcceptedError(Exception):
-    """The run goes on from the rows."""
+class MeasuresError(Exception):
+    """Raised where a run begins to measure."""
 
 
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
         ({}, None),
-        ({"tokens": None}, None),  # as the rows of earlier commits
-        ({"tokens": "0" * 64}, "was begun with tokens 000"),
-        (
-            {"subject": {"model": "llama", "parameters": 8}},
-            "was begun with subject {'model': 'llama', 'parameters': 8}",
-        ),
-        ({"settings": {"sequences": 16}}, "was begun with settings {'sequences': 16}"),
+        ({"exact_loss": None}, None),  # as the rows of earlier commits
+        ({"exact_loss": 2.5}, "was begun with another model or text: a loss of 2.5, not "),
+        ({"subject": {"model": "llama", "parameters": 8}}, "was begun with parameters 8, not 9"),
+        ({"settings": {"sequences": 16}}, "was begun with sequences 16, not 32"),
     ],
 )
 def test_a_run_goes_on_from_rows_of_its_own_model_and_text(
     changed: dict[str, Any], says: str | None, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    text, other_text = (Batch.of_sequences(tokens) for tokens in (BATCH, BATCH + 1))
-    facts = {"model": "llama", "parameters": 9}
-    measured, other = (rivals.Measured(Two(), run_of, [batch], [batch], [batch], facts) for batch in (text, other_text))
+    measured = rivals.Measured(Two(), run_of, [BATCH], [BATCH], [BATCH], {"model": "llama", "parameters": 9})
     monkeypatch.setattr(rivals, "load", lambda *_: measured)
-    monkeypatch.setattr(rivals, "SequenceKls", Mock(side_effect=AcceptedError))
+    monkeypatch.setattr(rivals, "LowPath", Mock(side_effect=MeasuresError))
     words = ("run", "a", "checkpoint", "text", "--arms", "price", "--results", tmp_path)
-    with pytest.raises(AcceptedError):
+    with pytest.raises(MeasuresError):
         call(*words)
     (row,) = rivals.Rows(file := tmp_path / "rivals-a.jsonl").rows
-    assert row["tokens"] == rivals.tokens_digest(measured) != rivals.tokens_digest(other)
+    logits, targets = run_of(measured.model, BATCH)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert row["exact_loss"] == pytest.approx(float(loss), rel=1e-5)
     file.write_text(json.dumps({key: value for key, value in (row | changed).items() if value is not None}) + "\n")
-    with pytest.raises(AcceptedError if says is None else SystemExit):
+    with pytest.raises(MeasuresError if says is None else SystemExit):
         call(*words)
     error = capsys.readouterr().err
-    assert says is None or (says in error and error.endswith(": use another NAME\n"))
+    assert says is None or (says in error and error.endswith("; use another NAME\n"))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ def test_each_process_has_the_diagnosis_of_the_whole_model(pair: Callable[..., A
 def test_processes_with_other_batches_are_told(pair: Callable[..., Any], key: str) -> None:
     for answer in pair("diagnosed", differ=key):
         assert answer.startswith(f"ValueError: {key}=...: differ between the processes"), answer
+
+
+def test_processes_share_no_state(pair: Callable[..., Any], tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    for answer in pair("diagnosed", differ="batches", measure="all", state=state):
+        assert answer.startswith(f"ValueError: state={state}: the processes of a sharded model"), answer
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8_hybrid"])

@@ -24,6 +24,7 @@ from gnmr.lab.models.stored import open_stored
 from gnmr.measure import forward_passes
 from gnmr.plan.diagnosis import Diagnosis
 from gnmr.plan.pin_plan import read_plan
+from gnmr.records.append import JsonLines
 
 SHAPE = CAUSAL["llama"]
 
@@ -67,6 +68,12 @@ def in_memory(model: nn.Module) -> Diagnosis:
 def on_disk(checkpoint: Path, **options: Any) -> Diagnosis:
     model, weights = open_stored(str(checkpoint), torch.float32, torch.device("cpu"))
     return diagnosed(model, measure="all", weights=weights.read, **options)
+
+
+def with_weights_of(checkpoint: Path, weights: dict[str, Tensor], **options: Any) -> Diagnosis:
+    """As `on_disk`, with other weights in the blocks."""
+    model, _ = open_stored(str(checkpoint), torch.float32, torch.device("cpu"))
+    return diagnosed(model, weights=weights.__getitem__, **options)
 
 
 @pytest.fixture(scope="module")
@@ -214,29 +221,74 @@ def test_whole_passes_that_were_interrupted_go_on(damage: bytes, tmp_path: Path)
     assert rows >= 4 and len(calls) == total - rows, "what was measured is not run again"
 
 
+class Chain(Residual):
+    """The same blocks, which can be run one by one."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
 @pytest.mark.filterwarnings("ignore:Residual cannot be run block by block")
-@pytest.mark.parametrize("other", ["recipe", "batches", "weights"])
-def test_a_state_of_another_measurement_is_not_read(other: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Residual, Chain])
+@pytest.mark.parametrize("other", ["recipe", "rescue", "batches", "split", "weights", "buffer", "run"])
+def test_a_state_of_another_measurement_is_not_used(kind: Any, other: str, tmp_path: Path) -> None:
     """Nobody is told that a folder has been used, so another measurement in it must begin anew."""
-    model, batches, options = Residual(), [token_ids(1), token_ids(2)], dict(WHOLE)
+    model, options = kind(), {**WHOLE, "held_out": [token_ids(5)]}
+    model.register_buffer("shift", torch.zeros(32))
+    model.embed.register_forward_hook(lambda _module, _tokens, hidden: hidden + model.shift)
+    batches: list[Any] = [Opaque(token_ids(1)), Opaque(token_ids(2))]
+    masked = 0
+
+    def run(batch: Any) -> tuple[Tensor, Tensor]:
+        tokens = batch if isinstance(batch, Tensor) else batch.tokens
+        targets = tokens.roll(-1, dims=1)
+        targets[:, :masked] = -100
+        return model(tokens), targets
 
     def measured(**state: Path) -> str:
-        return numbers(gnmr.diagnose(model, model, batches, measure="all", **state, **options))
+        return numbers(gnmr.diagnose(model, run, batches, measure="all", **state, **options))
 
-    first = measured(state=tmp_path / "made" / "here")
-    if other == "recipe":
-        options["recipe"] = "nvfp4"
+    folder = tmp_path / "made" / "here"
+    first = measured(state=folder)
+    if other in ("recipe", "rescue"):
+        options |= {"recipe": {"recipe": "nvfp4"}, "rescue": {"rescue": ["mxfp8"]}}[other]
     elif other == "batches":
-        batches = [token_ids(3), token_ids(4)]
+        batches = [Opaque(token_ids(3)), Opaque(token_ids(4))]
+    elif other == "split":
+        batches = [Opaque(tokens) for tokens in torch.cat([token_ids(1), token_ids(2)]).split([1, 3])]
+    elif other == "weights":
+        model.blocks[1].weight.data *= 2
+    elif other == "buffer":
+        model.shift += 0.5
     else:
-        model.blocks[0].weight.data *= 2
-    assert measured(state=tmp_path / "made" / "here") == measured() != first
+        masked = 7
+    assert measured(state=folder) == measured() != first
+
+
+class Opaque:
+    """A batch whose content only `run` knows."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
 
 
 def test_a_plan_of_another_budget_is_measured_anew(checkpoint: Path, tmp_path: Path) -> None:
-    """The hidden states of plans on held-out batches are kept too, by the number of the plan."""
+    """The hidden states of plans on held-out batches are in the folder too."""
     first, second = (on_disk(checkpoint, state=tmp_path, budget=budget) for budget in ("+20%", "+90%"))
     assert numbers(second) == numbers(on_disk(checkpoint, budget="+90%")) != numbers(first)
+
+
+def test_weights_that_changed_on_disk_are_measured_anew(checkpoint: Path, model: nn.Module, tmp_path: Path) -> None:
+    changed = dict(model.state_dict())
+    name = "model.layers.0.mlp.up_proj.weight"
+    options: dict[str, Any] = {"measure": "all", "state": tmp_path}
+    first = with_weights_of(checkpoint, changed, **options)
+    changed[name] = changed[name] * 2
+    second = with_weights_of(checkpoint, changed, **options)
+    assert numbers(second) == numbers(with_weights_of(checkpoint, changed, measure="all")) != numbers(first)
 
 
 def test_free_memory_is_given_back_on_any_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,9 +481,38 @@ def test_a_full_disk_ends_no_measurement(checkpoint: Path, in_memory: Diagnosis,
 
 
 @pytest.mark.filterwarnings("ignore:Residual cannot be run block by block")
-def test_a_full_disk_ends_no_measurement_by_whole_passes(small_disk: Any) -> None:
-    """The rows need one page of 4 kB, which is there but not for all of them."""
-    state, model, batches = small_disk("4k"), Residual(), [token_ids(seed) for seed in range(16)]
+def test_a_disk_that_fills_up_ends_no_measurement_by_whole_passes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, batches, written = Residual(), [token_ids(1), token_ids(2)], []
+    write = JsonLines.write
+
+    def write_three(lines: JsonLines, rows: list[dict[str, Any]]) -> None:
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.extend(rows)
+        write(lines, rows)
+
+    uninterrupted = numbers(gnmr.diagnose(model, model, batches, measure="all", **WHOLE))
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLines, "write", write_three)
+        with pytest.warns(UserWarning, match="cannot be written .*; what is measured from here on is lost"):
+            measured = gnmr.diagnose(model, model, batches, measure="all", state=tmp_path, **WHOLE)
+    assert numbers(measured) == uninterrupted and len(written) == 3
+    assert numbers(gnmr.diagnose(model, model, batches, measure="all", state=f"{tmp_path}", **WHOLE)) == uninterrupted
+
+
+@pytest.mark.filterwarnings("ignore:Residual cannot be run block by block")
+@pytest.mark.parametrize("kind", [Residual, Chain])
+@pytest.mark.parametrize("place", ["folder is a file", "below a file", "file is a folder"])
+def test_a_place_that_cannot_hold_a_state_ends_no_measurement(kind: Any, place: str, tmp_path: Path) -> None:
+    model, batches, state = kind(), [token_ids(1), token_ids(2)], tmp_path / "state"
+    if place == "file is a folder":
+        for ending in ("jsonl", "safetensors"):
+            (state / f"batches.{ending}" / "full").mkdir(parents=True)
+    else:
+        state.write_text("")
+        state = state if place == "folder is a file" else state / "below"
     with pytest.warns(UserWarning, match="cannot be written .*; what is measured from here on is lost"):
         measured = gnmr.diagnose(model, model, batches, measure="all", state=state, **WHOLE)
     assert numbers(measured) == numbers(gnmr.diagnose(model, model, batches, measure="all", **WHOLE))
@@ -439,7 +520,7 @@ def test_a_full_disk_ends_no_measurement_by_whole_passes(small_disk: Any) -> Non
 
 def test_a_state_that_was_cut_off_is_measured_again(checkpoint: Path, in_memory: Diagnosis, tmp_path: Path) -> None:
     on_disk(checkpoint, state=tmp_path)
-    (file,) = tmp_path.glob("batches-*.safetensors")
+    file = tmp_path / "batches.safetensors"
     os.truncate(file, file.stat().st_size - 10)
     assert numbers(on_disk(checkpoint, state=tmp_path)) == numbers(in_memory)
 

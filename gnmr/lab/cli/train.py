@@ -149,7 +149,7 @@ def _parallel(n_jobs: int = -1, **_: object) -> Callable[[Iterable[Call]], list[
 
 
 _failures: list[Exception] = []
-"""The exceptions of a run or of cells. Hydra would print all overrides with them, so they are not raised through it."""
+"""The exceptions of a run, or of cells on this machine. Hydra would print all overrides with them if it raised them."""
 
 
 _RETURNING = (".BasicLauncher", ".JoblibLauncher")
@@ -171,7 +171,7 @@ def _print_swept() -> None:
 def cell(composed: DictConfig) -> Path | Exception | None:
     """Run one composed config, and return the folder of a sweep's cell that prints, or how the cell failed.
 
-    A failed cell of a sweep prints its own line and does not stop the others.
+    A failed cell of a sweep prints its own line and does not stop the others, on another machine those of its batch.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -193,7 +193,8 @@ def cell(composed: DictConfig) -> Path | Exception | None:
         if sweeping:
             say(f"#{settings.job.num} failed: {error}")
             if not settings.launcher["_target_"].endswith(_RETURNING):
-                raise  # another machine's failures come back in no other way
+                # An exception is all that comes back from another machine.
+                raise type(error)(f"#{settings.job.num} failed: {error}") from error
         _failures.append(error)
         return error
 
