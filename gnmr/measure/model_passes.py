@@ -305,7 +305,7 @@ class ModelPasses(ForwardPasses):
 
     @torch.no_grad()
     def rounding(self, batch: Any) -> float | None:
-        """Measure what rounding does: the model against itself with each operator's output moved by one rounding.
+        """Measure the model against itself with each operator's output moved by one unit in the last place.
 
         Args:
             batch: batch 1.
@@ -318,7 +318,7 @@ class ModelPasses(ForwardPasses):
         """
         draw = torch.Generator(self.converted.device).manual_seed(0)
 
-        def moved_by_a_rounding(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        def moved_by_a_unit(_operator: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             # Up or down with the same probability, so that the roundings of many elements do not add up to a shift.
             sign = torch.empty_like(output).bernoulli_(0.5, generator=draw) * 2 - 1
             self.rounded_in = str(output.dtype).removeprefix("torch.")
@@ -341,7 +341,7 @@ class ModelPasses(ForwardPasses):
         again = self.forward(batch, 0)
         with ExitStack() as stack:
             for operator in self.converted.operators:
-                stack.callback(operator.register_forward_hook(moved_by_a_rounding).remove)
+                stack.callback(operator.register_forward_hook(moved_by_a_unit).remove)
             kl = again.apart(self.forward(batch, 0))
         self._noise = max(SAME_NATS, 0.0 if first.logits is None else kl / 8)  # a GPU may sum in any order
         self._first = again

@@ -154,7 +154,7 @@ class Diagnosis:
     caches: Mapping[str, PathCost] = field(default_factory=dict)
     """Cost on the held-out batches of all keys and values in `kv_cast`: `alone`, and with the `plan`."""
     limit: float | None = None
-    """The detection limit: KL from one rounding of each operator's output in `limit_dtype`, nats per token."""
+    """The detection limit: KL if each operator's output moves by one unit in the last place, nats per token."""
     limit_dtype: str = ""
     """Dtype of the operators' outputs, such as bfloat16."""
     against: bool = False
@@ -647,7 +647,7 @@ def _sentence(diagnosis: Diagnosis) -> str:
 
 def limit_origin(diagnosis: Diagnosis) -> str:
     """Say what KL the detection limit is."""
-    return f"the KL that one rounding of each output in {diagnosis.limit_dtype or 'its own dtype'} makes"
+    return f"the KL if each output moves by one unit in the last place of {diagnosis.limit_dtype or 'its own dtype'}"
 
 
 def _optional_plan(diagnosis: Diagnosis) -> str:

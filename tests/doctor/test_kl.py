@@ -1025,6 +1025,6 @@ def test_a_kl_below_the_detection_limit_is_said() -> None:
     below = replace(found, limit=2 * found.measured.kl)
     assert "no more than the detection limit" not in found.verdict()
     assert (
-        f"nats of KL per token, no more than the detection limit of {format_nats(below.limit)} (the KL that one "
-        "rounding of each output in float32 makes), so nothing can be told of it"
+        f"nats of KL per token, no more than the detection limit of {format_nats(below.limit)} (the KL if each "
+        "output moves by one unit in the last place of float32), so nothing can be told of it"
     ) in below.verdict()
