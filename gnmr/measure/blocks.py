@@ -206,6 +206,7 @@ class BlockByBlock:
         if saved is not None and _equal(saved.exact, self._exact_after(saved.blocks, calls)):
             begin, exact, copies = saved
             self.advance(self.calls(len(batches), variants, before=begin))
+        del saved  # hidden states that are not used would stay in memory
         for place, block in enumerate(self.blocks.modules[begin:], begin):
             with self._loaded(place):
                 for at, (_, block_calls, _) in enumerate(calls):

@@ -150,8 +150,8 @@ def diagnose(
             parameters on the meta device; they are then read one after the other. `run` gives logits, or these and
             targets. A checkpoint's folder is for a model that has none of its weights.
         state: with measure="all", a folder in which the measurement keeps its state, and goes on from there if it is
-            interrupted. What is there of other recipes, batches or weights is not used, and replaced. Not for a model
-            that is sharded over processes.
+            interrupted. What is there of other recipes, batches or weights is not used. Not for a model that is sharded
+            over processes.
         progress: see `Progress`.
 
     Raises:
