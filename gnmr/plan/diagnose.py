@@ -138,8 +138,8 @@ def diagnose(
             the loss.
         measure: "estimate" prices every GEMM by a backward pass, and measures the `confirm` operators that are highest
             by either estimate. "all" measures the KL of every fprop alone, on the low recipe and on each rescue, by
-            forward passes; there is then no backward pass, and no score of dgrad and wgrad. It is the choice if errors
-            are large (INT4, E2M1), and if memory is short: a model of blocks is run block by block.
+            forward passes; there is then no backward pass, and no score of dgrad and wgrad. It is the choice if
+            memory is short: a model of blocks is run block by block.
         confirm: number of operators, highest by either estimate, whose KL is measured.
         include: parts to measure alone and outside the plan: head, router, kv (`gnmr.measure.unplanned`). With kv and
             held-out batches, what all keys and values cost is measured too, alone and under the plan.
