@@ -16,6 +16,8 @@ shapes that they would see in a pass of the whole model, so that the results are
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gnmr import __version__
 from gnmr.conversion import ConvertedModel, PathLinear
 from gnmr.errors import warn
 from gnmr.formats import Recipe
@@ -100,13 +103,16 @@ class Blocks:
         """Find the blocks and the `operators` in each.
 
         Raises:
-            NotFollowed: there are no blocks with these operators, a block stands in the list twice, or two blocks share
-                an operator.
+            NotFollowed: there are no blocks with these operators, a block stands in the list twice or is an operator
+                itself, or two blocks share an operator.
         """
         self.name, blocks = named_blocks(model)
         self.modules: list[nn.Module] = [*blocks]
         if len(set(self.modules)) < len(self.modules):
             raise NotFollowed(f"{self.name} has one block in several places")
+        if any(operator.module in self.modules for operator in operators):
+            # It is called where blocks are passed over, too, and its products would count again.
+            raise NotFollowed(f"a block of {self.name} is a linear itself")
         # An operator may be contained in another module, so that module decides which block it is in.
         inside = [set(block.modules()) for block in self.modules]
         self.operators = [[o for o in operators if o.module in modules] for modules in inside]
@@ -200,15 +206,16 @@ class BlockByBlock:
         exact = [hidden for hidden, _, _ in calls]
         copies: list[dict[str, Tensor]] = [{} for _ in batches]
         births = {name: self._first_block(variant) for name, variant in variants.items()}
-        begin, paths = 0, paths_digest(self.converted, self._recipes, variants)
-        # Continue after the last block whose hidden states were saved, if the exact ones are those of this measurement.
-        saved = None if state is None else _load_state(state, paths, [*variants], exact[0].device)
-        if saved is not None and _equal(saved.exact, self._exact_after(saved.blocks, calls)):
-            begin, exact, copies = saved
+        begin, weights = 0, hashlib.sha256()
+        # Continue after the last block whose hidden states were saved, if they are of this measurement.
+        paths = "" if state is None else paths_digest(self.converted, self._recipes, variants)
+        if state is not None and (resumed := self._resumed(state, paths, calls, births)) is not None:
+            begin, exact, copies, weights = resumed
             self.advance(self.calls(len(batches), variants, before=begin))
-        del saved  # hidden states that are not used would stay in memory
         for place, block in enumerate(self.blocks.modules[begin:], begin):
             with self._loaded(place):
+                if state is not None:
+                    add_tensors(weights, (*block.parameters(), *block.buffers()))
                 for at, (_, block_calls, _) in enumerate(calls):
                     for name, variant in variants.items():
                         if births[name] > place:
@@ -216,14 +223,22 @@ class BlockByBlock:
                         # The variant's low path in this block; a copy is born from the exact hidden states.
                         hidden = copies[at].get(name, exact[at])
                         with self._on_paths(place, variant):
-                            copies[at][name] = _hidden_of(block_calls[place](block, hidden), hidden)
+                            copies[at][name] = _leaving(block_calls[place], block, hidden)
                         self._after_call()
                     with self._on_paths(place, Variant(())), around_exact():
-                        exact[at] = _hidden_of(block_calls[place](block, exact[at]), exact[at])
+                        exact[at] = _leaving(block_calls[place], block, exact[at])
                     self._after_call()
-            at_block = _Saved(place + 1, exact, copies)
-            if state is not None and not _save_state(state, at_block, paths, [*variants]):
-                state = None
+            if state is not None:
+                # Keys are "batch" for the exact model, and "batch number of the variant" for a copy.
+                tensors = {f"{at}": hidden for at, hidden in enumerate(exact)}
+                tensors |= {
+                    f"{at} {number}": of_batch[name]
+                    for at, of_batch in enumerate(copies)
+                    for number, name in enumerate(variants)
+                    if name in of_batch
+                }
+                if not _save_state(state, _Saved(paths, place + 1, weights.hexdigest(), tensors)):
+                    state = None
         # The head turns what left the last block into outputs; each copy is dropped afterwards.
         for at, (batch, (_, _, like)) in enumerate(zip(batches, calls, strict=True)):
             with around_exact():
@@ -255,7 +270,7 @@ class BlockByBlock:
         variant = Variant(low)
         for at, block in enumerate(self.blocks.modules):
             with self._loaded(at), self._on_paths(at, variant), around():
-                hidden = _hidden_of(calls[at](block, hidden), hidden)
+                hidden = _leaving(calls[at], block, hidden)
             self.advance(1)
         with around():
             return self._tail(batch, place, hidden, like)
@@ -290,7 +305,7 @@ class BlockByBlock:
             for at, block in enumerate(self.blocks.modules):
                 entering.append(hidden)
                 with self._loaded(at):
-                    hidden = _hidden_of(calls[at](block, hidden), hidden)
+                    hidden = _leaving(calls[at], block, hidden)
                 self.advance(1)
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_()
@@ -335,15 +350,30 @@ class BlockByBlock:
             for operator in operators:
                 operator.switch(True)
 
-    def _exact_after(self, blocks: int, calls: Sequence[_Entering]) -> list[Tensor]:
-        """Return the hidden states of the exact model after this number of blocks, by batch."""
-        exact = [hidden for hidden, _, _ in calls]
+    def _resumed(
+        self, state: Path, paths: str, calls: Sequence[_Entering], births: Mapping[str, int]
+    ) -> tuple[int, list[Tensor], list[dict[str, Tensor]], Any] | None:
+        """Return how many blocks a state has passed, exact hidden states and copies by batch, and a digest of weights.
+
+        None if there is no state, or it is of other numbers than the exact model gives now.
+        """
+        if (saved := _load_state(state, paths)) is None:
+            return None
+        exact, weights = self._exact_after(saved.blocks, calls)
+        born = [(number, name) for number, name in enumerate(births) if births[name] < saved.blocks]
+        copies = _restored(saved, exact, weights.hexdigest(), born)
+        return None if copies is None else (saved.blocks, exact, copies, weights)
+
+    def _exact_after(self, blocks: int, calls: Sequence[_Entering]) -> tuple[list[Tensor], Any]:
+        """Return the hidden states of the exact model after this number of blocks, and a digest of their weights."""
+        exact, weights = [hidden for hidden, _, _ in calls], hashlib.sha256()
         for place, block in enumerate(self.blocks.modules[:blocks]):
             with self._loaded(place), self._on_paths(place, Variant(())):
+                add_tensors(weights, (*block.parameters(), *block.buffers()))
                 for at, (_, block_calls, _) in enumerate(calls):
-                    exact[at] = _hidden_of(block_calls[place](block, exact[at]), exact[at])
+                    exact[at] = _leaving(block_calls[place], block, exact[at])
                     self.converted.end_step()
-        return exact
+        return exact, weights
 
     def _after_call(self) -> None:
         self.converted.end_step()
@@ -440,6 +470,16 @@ def _split(positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[_BlockCa
     return _BlockCall(positional, others, name), named[name]
 
 
+def _leaving(call: _BlockCall, block: nn.Module, entering: Tensor) -> Tensor:
+    """Return the hidden states that leave a block. Raises NotFollowed if it changes those `entering` it."""
+    # Other copies, which are born later, read the same tensor.
+    before = None if entering.is_inference() else entering._version
+    hidden = _hidden_of(call(block, entering), entering)
+    if before is not None and entering._version != before:
+        raise NotFollowed("a block changes its hidden states in place")
+    return hidden
+
+
 def _hidden_of(result: Any, entering: Tensor) -> Tensor:
     """Return the hidden states in what a block returns: a tensor, or a tuple that begins with them.
 
@@ -464,18 +504,20 @@ def _refuse_handed_on(call: _BlockCall, like: Any) -> None:
 
 
 class _Saved(NamedTuple):
-    """Hidden states after some blocks."""
+    """Hidden states after some blocks, and what they are of."""
 
+    paths: str
+    """See `paths_digest`."""
     blocks: int
     """The number of these blocks."""
-    exact: list[Tensor]
-    """Of the exact model, by batch."""
-    copies: list[dict[str, Tensor]]
-    """Of each variant that was born by then, by batch."""
+    weights: str
+    """A digest of the blocks' parameters and buffers."""
+    tensors: dict[str, Tensor]
+    """By batch of the exact model, and by batch and number of the variant of those that were born."""
 
 
 def paths_digest(converted: ConvertedModel, recipes: Mapping[str, Recipe], variants: Mapping[str, Variant]) -> str:
-    """Return a digest of the paths of a measurement, whose state is for these alone.
+    """Return a digest of the versions and the paths of a measurement, whose state is for these alone.
 
     Args:
         converted: the operators, with their low and recovery recipes.
@@ -484,37 +526,69 @@ def paths_digest(converted: ConvertedModel, recipes: Mapping[str, Recipe], varia
     """
     operators = [(operator.operator_name, operator.low, operator.recovery) for operator in converted.operators]
     low_and_pins = [(name, sorted(variant.low), variant.pins) for name, variant in variants.items()]
-    return hashlib.sha256(repr((operators, dict(recipes), low_and_pins)).encode()).hexdigest()
+    versions = __version__, torch.__version__
+    return hashlib.sha256(repr((versions, operators, dict(recipes), low_and_pins)).encode()).hexdigest()
 
 
-def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    """Return whether two lists have the same tensors, to the last bit."""
-    return len(first) == len(second) and all(
-        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True)
-    )
+def add_tensors(digest: Any, tensors: Iterable[Tensor]) -> None:
+    """Add the numbers of plain tensors in memory to a digest of hashlib; of others dtype and shape alone."""
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if plain and not tensor.is_meta and not tensor.is_quantized:
+            digest.update(_bytes(tensor).cpu().numpy().data)
 
 
-def _save_state(file: Path, state: _Saved, paths: str, variants: list[str]) -> bool:
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in the order of its elements."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+
+
+def _restored(
+    saved: _Saved, exact: list[Tensor], weights: str, born: list[tuple[int, str]]
+) -> list[dict[str, Tensor]] | None:
+    """Return the copies of a state by batch, laid out as the exact hidden states are; None if it is of other numbers.
+
+    Args:
+        saved: the state.
+        exact: what the exact model gives after its blocks, by batch.
+        weights: the digest of their weights.
+        born: number and name of each variant that is low in one of these blocks.
+    """
+    batches = range(len(exact))
+    keys = {f"{at}" for at in batches} | {f"{at} {number}" for at in batches for number, _ in born}
+    if saved.weights != weights or saved.tensors.keys() != keys:
+        return None
+    if not all(torch.equal(_bytes(saved.tensors[f"{at}"]), _bytes(exact[at]).cpu()) for at in batches):
+        return None
+    # Kernels may add up in another order at another alignment or stride.
+    return [
+        {name: torch.empty_like(exact[at]).copy_(saved.tensors[f"{at} {number}"]) for number, name in born}
+        for at in batches
+    ]
+
+
+def _save_state(file: Path, state: _Saved) -> bool:
     """Write hidden states, beside the file and renamed; warn if there is no room.
 
     A long measurement is worth more than its state, so it goes on without one. Returns whether it was written.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    # Keys are "batch" for the exact model and "batch variant" for a copy.
-    tensors = {f"{at}": hidden for at, hidden in enumerate(state.exact)}
-    tensors |= {
-        f"{at} {variants.index(name)}": hidden
-        for at, of_batch in enumerate(state.copies)
-        for name, hidden in of_batch.items()
-    }
-    contiguous = {key: hidden.contiguous() for key, hidden in tensors.items()}
     beside = file.with_name(f".{file.name}.writing")
     try:
-        save_file(contiguous, beside, metadata={"blocks": f"{state.blocks}", "paths": paths})
+        # A block that returns its input shares a tensor with the one before, which the format does not allow.
+        tensors = {key: tensor.contiguous() for key, tensor in state.tensors.items()}
+        places = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+        tensors = {
+            key: tensor.clone() if places[tensor.untyped_storage().data_ptr()] > 1 else tensor
+            for key, tensor in tensors.items()
+        }
+        save_file(tensors, beside, {"paths": state.paths, "blocks": f"{state.blocks}", "weights": state.weights})
+        with beside.open("rb") as written:
+            os.fsync(written.fileno())
         beside.replace(file)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # a dtype that the format does not have, too
         with suppress(OSError):
             beside.unlink()
         warn_of_lost_state(file, error)
@@ -527,27 +601,21 @@ def warn_of_lost_state(file: Path, error: Exception) -> None:
     warn(f"{file}: cannot be written ({error}); what is measured from here on is lost if interrupted")
 
 
-def _load_state(file: Path, paths: str, variants: list[str], device: torch.device) -> _Saved | None:
-    """Return the hidden states of a file; None if there is none, it was cut off, or is of other paths."""
-    from safetensors import SafetensorError, safe_open
+def _load_state(file: Path, paths: str) -> _Saved | None:
+    """Return the state in a file, on the CPU; None if there is none, it cannot be read, or is of other paths."""
+    from safetensors import safe_open
 
-    exact: dict[int, Tensor] = {}
-    copies: dict[int, dict[str, Tensor]] = {}
     try:
-        with safe_open(file, framework="pt", device=str(device)) as opened:
+        if not file.is_file():
+            return None
+        with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
             if metadata.get("paths") != paths:
                 return None
-            for key in opened.keys():  # noqa: SIM118
-                at, _, variant = key.partition(" ")
-                if variant:
-                    copies.setdefault(int(at), {})[variants[int(variant)]] = opened.get_tensor(key)
-                else:
-                    exact[int(at)] = opened.get_tensor(key)
-    except (OSError, SafetensorError):
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            return _Saved(paths, int(metadata["blocks"]), metadata["weights"], tensors)
+    except Exception:  # whatever was cut off or damaged
         return None
-    batches = range(len(exact))
-    return _Saved(int(metadata["blocks"]), [exact[at] for at in batches], [copies.get(at, {}) for at in batches])
 
 
 @contextmanager

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import warn
 from gnmr.formats import Recipe
-from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant, paths_digest, pinned, warn_of_lost_state
+from gnmr.measure.blocks import (
+    BlockByBlock,
+    NotFollowed,
+    Variant,
+    add_tensors,
+    paths_digest,
+    pinned,
+    warn_of_lost_state,
+)
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.model_output import Output, output_of
 from gnmr.names import Pins
@@ -361,7 +369,10 @@ class ForwardPasses:
         high: list[Output] = []
         keys: list[str] = []
         done: set[tuple[int, str]] = set()
-        paths, last_variant = paths_digest(self.converted, self.rescues, variants), [*variants][-1]
+        digest, to_measure = hashlib.sha256(), len(variants)
+        if results.file is not None:
+            digest.update(paths_digest(self.converted, self.rescues, variants).encode())
+            add_tensors(digest, (*self.model.parameters(), *self.model.buffers()))
         for number, variant, output in self.outputs(batches, variants, state=state, done=done):
             if variant is None:
                 where = f"run of batch {number + 1}"
@@ -369,25 +380,27 @@ class ForwardPasses:
                 output.refuse_not_finite(where, self.model)
                 high.append(output)
                 # An earlier measurement counts if its batch has the same exact output, to the last bit.
-                keys.append(f"{number}" if results.file is None else _output_digest(output, paths))
-                done |= {(number, name) for name in variants if (keys[number], name) in results.measured}
+                keys.append(f"{number}" if results.file is None else _output_digest(output, digest))
+                measured_before = {(number, name) for name in variants if (keys[number], name) in results.measured}
+                done |= measured_before
+                to_measure = len(variants) - len(measured_before)
             else:
                 kl = high[number].kl_to(output)
                 assert kl is not None
                 results.write_row(keys[number], variant, kl, output.loss_value)
+                to_measure -= 1
                 if len(results.measured) % 32 == 0:
                     _release_memory()
-            if (keys[number], last_variant) in results.measured:  # one pair of logits is held at a time
+            if to_measure == 0:  # one pair of logits is held at a time
                 high[number] = replace(high[number], logits=None, targets=None)
         return high, keys
 
 
-def _output_digest(output: Output, paths: str) -> str:
-    """Return a digest of an exact output, of the positions that count in it, and of the `paths_digest`."""
-    digest = hashlib.sha256(f"{paths} {output.loss_value!r}".encode())
-    for tensor in (output.logits, output.targets):
-        if tensor is not None:
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+def _output_digest(output: Output, before: Any) -> str:
+    """Return a digest of an exact output and the positions that count in it, after what a digest has `before`."""
+    digest = before.copy()
+    digest.update(f"{output.loss_value!r} {output.sequence_dim} {output.targets is None}".encode())
+    add_tensors(digest, (tensor for tensor in (output.logits, output.targets) if tensor is not None))
     return digest.hexdigest()[:16]
 
 

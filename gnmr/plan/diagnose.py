@@ -150,8 +150,8 @@ def diagnose(
             parameters on the meta device; they are then read one after the other. `run` gives logits, or these and
             targets. A checkpoint's folder is for a model that has none of its weights.
         state: with measure="all", a folder in which the measurement keeps its state, and goes on from there if it is
-            interrupted. What is there of other recipes, batches or weights is not used. Not for a model that is sharded
-            over processes.
+            interrupted. What is there of other recipes, batches or weights is not used. A model that is run whole keeps
+            the KLs of single operators there, and not those of plans. Not for a model that is sharded over processes.
         progress: see `Progress`.
 
     Raises:
@@ -170,6 +170,7 @@ def diagnose(
         require(not include, "include", ",".join(include), "is estimated; leave it out, or measure=all")
     else:
         require(state is None, "state", f"{state}", "is for measure='all'")
+    require(state is None or isinstance(state, str | PathLike), "state", state, "must be a folder")
     readable = weights is None or callable(weights) or isinstance(weights, str | PathLike)
     require(readable, "weights", weights, "must be a checkpoint's folder, or a function from a name to its tensor")
     _check_model(model, stored=weights is not None)

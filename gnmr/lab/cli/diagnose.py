@@ -188,7 +188,7 @@ def main(argv: list[str]) -> int:
         _show(diagnosis, plan, options, trains=subject.kind is CAUSAL)
     # Kept until the files are written: if that fails, the same command need not measure again.
     if state is not None:
-        shutil.rmtree(state)
+        shutil.rmtree(state, ignore_errors=True)
     for line in lines:
         print_plain(console := for_tables(), printable(line), console.is_terminal)
     return 0
@@ -279,9 +279,9 @@ def _state_folder(out: Path, command: object, place: str, subject: Subject, bloc
         out.mkdir(exist_ok=True)
         state: Path = out / f".measuring-{digest.hexdigest()[:16]}"
         # The state of another command, text or version would never be used again.
-        for other in out.glob(".measuring-*"):
+        for other in out.glob(".measuring-*/"):
             if other != state:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
         if state.is_dir():
             say(f"diagnose: goes on from {state}", by_words=True)
         state.mkdir(exist_ok=True)
