@@ -190,7 +190,9 @@ def test_what_the_first_page_says_of_the_oracle_is_its_record():
     page = first_page()
     of_oracle = [row["of_oracle"] for row in rows_of_rivals("smollm2") if row["arm"] == "plan"]
     assert len(of_oracle) == 10, "two low paths, five budgets"
-    assert f"it removes {min(of_oracle):.0%} to {max(of_oracle):.0%} of the KL that the same solver removes" in page
+    assert (
+        f"the plan removes {min(of_oracle):.0%} to {max(of_oracle):.0%} of the KL that the same solver removes" in page
+    )
     both = [more_than_the_plan(name, low, {"oracle"}) for name in ("smollm2", "whisper") for low in LOWS]
     less = [max(-int(low.rstrip("%")) for low, _ in of_model) for of_model in (both[:2], both[2:])]
     assert f"the solver leaves up to {less[0]}% less KL, and on Whisper up to {less[1]}% less" in page
