@@ -45,6 +45,24 @@ def waited_for(path: Path, process: subprocess.Popen[str]) -> None:
     assert path.exists(), process.communicate(timeout=60)
 
 
+def test_a_process_that_is_done_does_not_wait_for_gloo(words: list[str], tmp_path: Path) -> None:
+    """At the interpreter's end gloo's threads may call std::terminate, rarely; so it must not come to that."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import atexit, sys\n"
+        "atexit.register(print, 'the interpreter ends')\n"
+        "from gnmr.lab.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for wrong, code in (([], 0), (["training.steps=-1"], 1)):
+        command = [*torchrun, str(script), *words, "training.steps=2", "parallel=fsdp", *wrong]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert ended.returncode == code, ended.stderr
+        assert ("the interpreter ends" in ended.stdout) is bool(wrong)
+    assert (tmp_path / "run" / "DONE").exists()
+
+
 def test_a_rank_that_dies_is_restarted_by_torchrun_and_the_run_is_the_same(
     words: list[str], tmp_path: Path, gnmr: Callable[..., object]
 ) -> None:

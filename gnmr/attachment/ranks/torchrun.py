@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+command_done = False
+"""Whether the command of this process has done its work, so that the process may end at once."""
+
 
 def is_torchrun() -> bool:
     """Return True if torchrun's variables are set."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from gnmr.attachment.ranks import torchrun
 from gnmr.attachment.ranks.torchrun import processes_started
 from gnmr.errors import RunFailed, UserError
 
@@ -156,6 +159,7 @@ def joined(cuda: bool) -> Iterator[World]:
         raise UserError(
             f"{processes_started()} processes do not find each other at {where} ({line}): use a free port"
         ) from error
+    atexit.register(_end_at_once)
     try:
         with warnings.catch_warnings():
             if rank() > 0:
@@ -163,3 +167,15 @@ def joined(cuda: bool) -> Iterator[World]:
             yield World(rank(), size())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _end_at_once() -> None:
+    """End the process if its command is done, after what was registered later, such as that of W&B.
+
+    PyTorch's modules keep the group, as a default argument, so gloo's threads outlive it. Where they are destroyed with
+    the interpreter, the process may abort (pytorch/pytorch pull request 179291).
+    """
+    if torchrun.command_done:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
+from gnmr.attachment.ranks import torchrun
 from gnmr.attachment.ranks.torchrun import is_first, processes_started
 from gnmr.console import next_lines, say, shown_command
 from gnmr.errors import RunFailed, UserError, plural
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
         if depth > MAX_DEPTH:
             raise UserError(f"{word.partition('=')[0]}: nested {depth} deep; use at most {MAX_DEPTH} levels")
     _hydra(words)
+    torchrun.command_done = True
     return 0
 
 
