@@ -182,12 +182,16 @@ def refuse_other_batches(model: nn.Module, batches: Iterable[Any], key: str = "b
             require(len(set(digests)) == 1, key, "...", right)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in the order of its elements."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+
+
 def _add_to(digest: Any, tree: Any) -> None:
     """Add the numbers and words of a batch to a digest; objects of other kinds say nothing."""
     if isinstance(tree, Tensor):
-        values = tree.detach().cpu().contiguous()
-        digest.update(f"{values.dtype} {tuple(values.shape)}".encode())
-        digest.update(values.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(f"{tree.dtype} {tuple(tree.shape)}".encode())
+        digest.update(bytes_of(tree).cpu().numpy().data)
     elif isinstance(tree, Mapping):
         for name, branch in tree.items():
             digest.update(f"{name}".encode())

@@ -16,24 +16,21 @@ shapes that they would see in a pass of the whole model, so that the results are
 from __future__ import annotations
 
 import hashlib
-import os
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gnmr import __version__
 from gnmr.conversion import ConvertedModel, PathLinear
-from gnmr.errors import warn
 from gnmr.formats import Recipe
 from gnmr.measure.absent_weights import with_weights
 from gnmr.measure.price import Sequences
+from gnmr.measure.saved_state import SavedHiddenStates, add_tensors, load_state, paths_digest, restored, save_state
 from gnmr.names import Pins
 
 
@@ -237,7 +234,7 @@ class BlockByBlock:
                     for number, name in enumerate(variants)
                     if name in of_batch
                 }
-                if not _save_state(state, _Saved(paths, place + 1, weights.hexdigest(), tensors)):
+                if not save_state(state, SavedHiddenStates(paths, place + 1, weights.hexdigest(), tensors)):
                     state = None
         # The head turns what left the last block into outputs; each copy is dropped afterwards.
         for at, (batch, (_, _, like)) in enumerate(zip(batches, calls, strict=True)):
@@ -357,11 +354,11 @@ class BlockByBlock:
 
         None if there is no state, or it is of other numbers than the exact model gives now.
         """
-        if (saved := _load_state(state, paths)) is None:
+        if (saved := load_state(state, paths)) is None:
             return None
         exact, weights = self._exact_after(saved.blocks, calls)
         born = [(number, name) for number, name in enumerate(births) if births[name] < saved.blocks]
-        copies = _restored(saved, exact, weights.hexdigest(), born)
+        copies = restored(saved, exact, weights.hexdigest(), born)
         return None if copies is None else (saved.blocks, exact, copies, weights)
 
     def _exact_after(self, blocks: int, calls: Sequence[_Entering]) -> tuple[list[Tensor], Any]:
@@ -501,121 +498,6 @@ def _refuse_handed_on(call: _BlockCall, like: Any) -> None:
     returned = [] if isinstance(like, Tensor) else [item for item in like[1:] if item is not None]
     if any(value is item for value in (*call.positional, *call.named.values()) for item in returned):
         raise NotFollowed("a block reads more than the hidden states of the one before")
-
-
-class _Saved(NamedTuple):
-    """Hidden states after some blocks, and what they are of."""
-
-    paths: str
-    """See `paths_digest`."""
-    blocks: int
-    """The number of these blocks."""
-    weights: str
-    """A digest of the blocks' parameters and buffers."""
-    tensors: dict[str, Tensor]
-    """By batch of the exact model, and by batch and number of the variant of those that were born."""
-
-
-def paths_digest(converted: ConvertedModel, recipes: Mapping[str, Recipe], variants: Mapping[str, Variant]) -> str:
-    """Return a digest of the versions and the paths of a measurement, whose state is for these alone.
-
-    Args:
-        converted: the operators, with their low and recovery recipes.
-        recipes: recipes that pins name.
-        variants: by name, the operators that are low, and their pins.
-    """
-    operators = [(operator.operator_name, operator.low, operator.recovery) for operator in converted.operators]
-    low_and_pins = [(name, sorted(variant.low), variant.pins) for name, variant in variants.items()]
-    versions = __version__, torch.__version__
-    return hashlib.sha256(repr((versions, operators, dict(recipes), low_and_pins)).encode()).hexdigest()
-
-
-def add_tensors(digest: Any, tensors: Iterable[Tensor]) -> None:
-    """Add the numbers of plain tensors in memory to a digest of hashlib; of others dtype and shape alone."""
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if plain and not tensor.is_meta and not tensor.is_quantized:
-            digest.update(_bytes(tensor).cpu().numpy().data)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, in the order of its elements."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
-
-
-def _restored(
-    saved: _Saved, exact: list[Tensor], weights: str, born: list[tuple[int, str]]
-) -> list[dict[str, Tensor]] | None:
-    """Return the copies of a state by batch, laid out as the exact hidden states are; None if it is of other numbers.
-
-    Args:
-        saved: the state.
-        exact: what the exact model gives after its blocks, by batch.
-        weights: the digest of their weights.
-        born: number and name of each variant that is low in one of these blocks.
-    """
-    batches = range(len(exact))
-    keys = {f"{at}" for at in batches} | {f"{at} {number}" for at in batches for number, _ in born}
-    if saved.weights != weights or saved.tensors.keys() != keys:
-        return None
-    if not all(torch.equal(_bytes(saved.tensors[f"{at}"]), _bytes(exact[at]).cpu()) for at in batches):
-        return None
-    # Kernels may add up in another order at another alignment or stride.
-    return [
-        {name: torch.empty_like(exact[at]).copy_(saved.tensors[f"{at} {number}"]) for number, name in born}
-        for at in batches
-    ]
-
-
-def _save_state(file: Path, state: _Saved) -> bool:
-    """Write hidden states, beside the file and renamed; warn if there is no room.
-
-    A long measurement is worth more than its state, so it goes on without one. Returns whether it was written.
-    """
-    from safetensors.torch import save_file
-
-    beside = file.with_name(f".{file.name}.writing")
-    try:
-        # A block that returns its input shares a tensor with the one before, which the format does not allow.
-        tensors = {key: tensor.contiguous() for key, tensor in state.tensors.items()}
-        places = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
-        tensors = {
-            key: tensor.clone() if places[tensor.untyped_storage().data_ptr()] > 1 else tensor
-            for key, tensor in tensors.items()
-        }
-        save_file(tensors, beside, {"paths": state.paths, "blocks": f"{state.blocks}", "weights": state.weights})
-        with beside.open("rb") as written:
-            os.fsync(written.fileno())
-        beside.replace(file)
-    except Exception as error:  # a dtype that the format does not have, too
-        with suppress(OSError):
-            beside.unlink()
-        warn_of_lost_state(file, error)
-        return False
-    return True
-
-
-def warn_of_lost_state(file: Path, error: Exception) -> None:
-    """Warn that a measurement goes on without this file for its state."""
-    warn(f"{file}: cannot be written ({error}); what is measured from here on is lost if interrupted")
-
-
-def _load_state(file: Path, paths: str) -> _Saved | None:
-    """Return the state in a file, on the CPU; None if there is none, it cannot be read, or is of other paths."""
-    from safetensors import safe_open
-
-    try:
-        if not file.is_file():
-            return None
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-            if metadata.get("paths") != paths:
-                return None
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-            return _Saved(paths, int(metadata["blocks"]), metadata["weights"], tensors)
-    except Exception:  # whatever was cut off or damaged
-        return None
 
 
 @contextmanager

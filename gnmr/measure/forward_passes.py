@@ -7,7 +7,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,12 @@ from torch import Tensor, nn
 from gnmr.conversion import ConvertedModel
 from gnmr.errors import warn
 from gnmr.formats import Recipe
-from gnmr.measure.blocks import (
-    BlockByBlock,
-    NotFollowed,
-    Variant,
-    add_tensors,
-    paths_digest,
-    pinned,
-    warn_of_lost_state,
-)
+from gnmr.measure.blocks import BlockByBlock, NotFollowed, Variant, pinned
 from gnmr.measure.coverage import Counting, Coverage
 from gnmr.measure.model_output import Output, output_of
+from gnmr.measure.saved_state import MeasuredRows, add_tensors, paths_digest
 from gnmr.names import Pins
 from gnmr.options import require
-from gnmr.records.append import JsonLines
-from gnmr.records.disk import truncate
-from gnmr.records.reader import iter_sound
 
 Progress = Callable[[int, int | None], None]
 """Called with the numbers of finished and of all forward passes (None: unknown)."""
@@ -413,57 +403,6 @@ def _release_memory() -> None:
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-
-
-class MeasuredRows:
-    """What passes of the whole model measured, in a file that a later measurement goes on from.
-
-    A long measurement is worth more than its file, so it goes on without one if the disk is full.
-    """
-
-    def __init__(self, file: Path | None) -> None:
-        """Read the rows that are there, up to one that was cut off or is damaged, and remove what follows them."""
-        self.measured: dict[tuple[str, str], tuple[np.ndarray, float]] = {}
-        """By (key of the batch, variant): (KL, tokens that count) of each sequence, (S, 2), and the loss."""
-        self.file: JsonLines | None = None
-        self._number_of_rows = 0
-        if file is None:
-            return
-        end = 0
-        for row, after in iter_sound(file):
-            try:
-                kl, loss = np.array(row["kl"], dtype=float).reshape(-1, 2), float(row["loss"])
-                self.measured[row["batch"], row["variant"]] = kl, loss
-            except (KeyError, TypeError, ValueError):
-                break
-            end = after
-            self._number_of_rows = row["step"] + 1
-        try:
-            if file.exists():
-                truncate(file, end)
-            self.file = JsonLines(file, ("step", "batch", "variant", "kl", "loss"))
-        except OSError as error:
-            warn_of_lost_state(file, error)
-
-    def write_row(self, batch: str, variant: str, kl: np.ndarray, loss: float) -> None:
-        """Add a row to `measured`, and write it to the file at once."""
-        row = {"step": self._number_of_rows, "batch": batch, "variant": variant, "kl": kl.tolist(), "loss": loss}
-        self.measured[batch, variant] = kl, loss
-        self._number_of_rows += 1
-        if self.file is None:
-            return
-        try:
-            self.file.write([row])
-        except OSError as error:
-            warn_of_lost_state(self.file.path, error)
-            self.close()
-
-    def close(self) -> None:
-        """Close the file, if there is one."""
-        if self.file is not None:
-            with suppress(OSError):  # a row that did not fit is written again
-                self.file.close()
-            self.file = None
 
 
 def _has_kl(output: Output) -> bool:
