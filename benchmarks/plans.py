@@ -387,8 +387,8 @@ def table(frame: pd.DataFrame) -> list[dict[str, Any]]:
     Every row has the nats `saved`, and `closed`, the fraction of the gap, with its interval (`fraction`). Where the gap
     of a checkpoint is within its noise, `closed` is None. The paired difference from the plan is `plan_more` as a
     fraction, and `plan_more_nats` with a t-test, Holm-adjusted over the arms of a low path and budget in `p_adjusted`.
-    A difference that is not shown has the smallest one that would be found with 80% probability, `detectable` nats. Of
-    a single unit there is no test.
+    A difference that is not shown has the smallest one that would be found with 80% probability, `detectable` nats. A
+    single unit is not tested.
     """
     rows, bounds = [], bounds_of(frame)
     for (low, budget), forks in frame[~frame.arm.isin(BOUNDS)].groupby(["low", "budget"]):
